@@ -1,0 +1,177 @@
+"""Clients of redis-py, one connection each, verified every time they connect.
+
+The only module that knows redis-py's clients; which exceptions mean what is in ``faults.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError, ResponseError
+
+from gym_capture_redis.errors import ConfigurationError, DurabilityError
+from gym_capture_redis.server_check import CONFIG_NAMES, ServerFacts, check_server
+from gym_capture_redis.settings import ConnectionSettings, TlsSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gym_capture_redis.embedded import EmbeddedServer
+    from gym_capture_redis.scripts import Argument
+
+_FAKE_SERVERS: dict[str, Any] = {}
+
+
+class Link:
+    """One connection to the server. Belongs to one event loop and one task.
+
+    ``run_id`` tells which server process answered last: another one may have forgotten what the
+    first had acknowledged.
+    """
+
+    def __init__(self, settings: ConnectionSettings, embedded: EmbeddedServer | None) -> None:
+        self._settings = settings
+        self._server = str(settings.url)
+        self.run_id = ""
+        self._client = self._open_fake() if settings.url.scheme == "fakeredis" else self._open(embedded)
+
+    @property
+    def flagged(self) -> bool:
+        """Whether the server reads the flags of a script."""
+        return self._settings.url.scheme != "fakeredis"
+
+    async def pipeline(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """Send all commands at once and return the replies in order, error replies as exceptions.
+
+        Connects first where there is no connection. After any exception, cancellation included, the
+        connection is closed: what was sent may still be executed.
+
+        Raises:
+            redis.exceptions.RedisError, OSError: the connection failed; none of the replies is known.
+            DurabilityError, ConfigurationError: the server was refused.
+
+        """
+        pipe = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        try:
+            # Never raise_on_error: that quotes the beginning of the command, token data included.
+            replies: list[Any] = await pipe.execute(raise_on_error=False)
+        except BaseException:
+            await self._client.connection_pool.disconnect()
+            raise
+        return replies
+
+    async def close(self) -> None:
+        """Close the connection. Idempotent."""
+        await self._client.aclose(close_connection_pool=True)
+
+    def _open(self, embedded: EmbeddedServer | None) -> Redis:
+        settings, url = self._settings, self._settings.url
+        options: dict[str, Any] = {
+            "db": url.db,
+            "username": settings.username or url.username,
+            "password": secret.get_secret_value() if (secret := settings.password or url.password) else None,
+            "protocol": 2,  # RESP3 switches off the check for connections that are out of step
+            "retry": Retry(NoBackoff(), 0),  # the one retry loop is ours and has a deadline
+            "socket_timeout": None,
+            "socket_connect_timeout": None,
+            "redis_connect_func": self._verify,
+        }
+        connection_class: type[Connection | UnixDomainSocketConnection]
+        if embedded is not None or url.scheme == "unix":
+            connection_class = UnixDomainSocketConnection
+            options["path"] = str(embedded.socket_path) if embedded is not None else url.path
+        else:
+            connection_class = SSLConnection if url.scheme == "tls" else Connection
+            options |= {"host": url.host, "port": url.port, "socket_keepalive": True}
+            options |= _tls_options(settings.tls or TlsSettings()) if url.scheme == "tls" else {}
+        return Redis(
+            connection_pool=ConnectionPool(connection_class=connection_class, max_connections=1, **options)
+        )
+
+    def _open_fake(self) -> Redis:
+        try:
+            from fakeredis import FakeAsyncRedis, FakeServer
+        except ImportError:
+            raise ConfigurationError("fakeredis: needs `pip install 'gym-capture-redis[fake]'`") from None
+        if self._settings.durability != "memory":
+            raise DurabilityError("fakeredis keeps nothing; choose durability='memory' in your unit test")
+        server = _FAKE_SERVERS.setdefault(self._settings.url.host, FakeServer())
+        client: Redis = FakeAsyncRedis(server=server)
+        return client
+
+    async def _verify(self, connection: Connection) -> None:
+        """Greet the server on a new connection and refuse one that cannot keep the promise."""
+        try:
+            await connection.on_connect()
+            facts = await _ask(connection)
+            check_server(
+                facts,
+                durability=self._settings.durability,
+                assume_appendfsync=self._settings.assume_appendfsync,
+                server=self._server,
+            )
+        except BaseException:
+            # redis-py cleans up after its own errors only.
+            await connection.disconnect(nowait=True)
+            raise
+        self.run_id = facts.run_id
+
+
+class EmbeddedLease:
+    """Holds the embedded server for as long as an executor needs it; nothing for other URLs."""
+
+    def __init__(self, settings: ConnectionSettings) -> None:
+        self._settings = settings
+        self._server: EmbeddedServer | None = None
+        self._starting: asyncio.Lock | None = None
+
+    async def acquire(self) -> EmbeddedServer | None:
+        """Start or join the server that the URL names. None for a URL of another kind."""
+        if self._settings.url.scheme != "embedded":
+            return None
+        from gym_capture_redis.embedded import EmbeddedServer
+
+        self._starting = self._starting or asyncio.Lock()
+        async with self._starting:
+            if self._server is None:
+                server = EmbeddedServer(
+                    self._settings.url.path or None,
+                    appendfsync="always" if self._settings.durability == "fsync" else "everysec",
+                )
+                await asyncio.to_thread(server.start)
+                self._server = server
+        return self._server
+
+    def release(self) -> None:
+        """Let the server go; it ends when nobody else holds it."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+
+async def _ask(connection: Connection) -> ServerFacts:
+    await connection.send_command("INFO")
+    info = await connection.read_response()
+    await connection.send_command("CONFIG", "GET", *CONFIG_NAMES)
+    try:
+        flat = await connection.read_response()
+    except (NoPermissionError, ResponseError):
+        return ServerFacts.parse(info, None)
+    words = [word.decode("utf-8", "replace") for word in flat]
+    return ServerFacts.parse(info, dict(zip(words[::2], words[1::2], strict=True)))
+
+
+def _tls_options(tls: TlsSettings) -> dict[str, Any]:
+    return {
+        "ssl_ca_certs": tls.ca_certs_path,
+        "ssl_certfile": tls.cert_path,
+        "ssl_keyfile": tls.key_path,
+        "ssl_check_hostname": tls.check_hostname,
+    }

@@ -1,0 +1,82 @@
+"""What sink and source share: settings, one executor for each event loop, closing, pickling."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Generic, NoReturn, Self, TypeVar
+
+from gym_capture_redis.errors import (
+    CallConflictError,
+    CaptureError,
+    TokenCaptureFrozenError,
+    TokenCaptureRetiredError,
+)
+from gym_capture_redis.executor import Executor, PerLoop, Subject
+from gym_capture_redis.keys import rollout_key, validate_rollout_id
+from gym_capture_redis.scripts import Reply
+from gym_capture_redis.settings import ConnectionSettings
+
+SettingsT = TypeVar("SettingsT", bound=ConnectionSettings)
+
+_REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
+    "FROZEN": (TokenCaptureFrozenError, "the rollout is frozen and takes nothing new"),
+    "RETIRED": (
+        TokenCaptureRetiredError,
+        "this attempt of the rollout is over: it was retired, deleted or has expired",
+    ),
+    "CONFLICT": (
+        CallConflictError,
+        "the call was reported before with other content; the rollout is incomplete now",
+    ),
+    "OTHER_CODE": (CallConflictError, "the call was refused with another code before; nothing changed"),
+}
+
+
+class Endpoint(Generic[SettingsT]):
+    """Base of ``RedisTokenSink`` and ``RedisTokenSource``. Opens nothing until it is used."""
+
+    def __init__(self, settings: SettingsT) -> None:
+        self._settings = settings
+        self._executors = PerLoop(lambda: Executor(settings))
+
+    async def close(self) -> None:
+        """Release the connections of the running event loop. Idempotent.
+
+        Nothing acknowledged is ever pending. A later call opens new connections, so that a record
+        that comes late is stored rather than lost.
+        """
+        await self._executors.close()
+
+    async def __aenter__(self) -> Self:
+        """Return the client itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the client."""
+        await self.close()
+
+    def __repr__(self) -> str:
+        """Class, server and namespace, without credentials."""
+        return f"{type(self).__name__}({str(self._settings.url)!r}, namespace={self._settings.namespace!r})"
+
+    def _key(self, rollout_id: str) -> bytes:
+        return rollout_key(self._settings.namespace, validate_rollout_id(rollout_id))
+
+
+def new_incarnation() -> str:
+    """Make a random name (128 bits) for a new attempt of a rollout."""
+    return secrets.token_hex(16)
+
+
+def raise_refusal(reply: Reply, subject: Subject) -> NoReturn:
+    """Raise what the outcome of a step means.
+
+    Raises:
+        CaptureError: always; ``TokenCaptureFrozenError``, ``TokenCaptureRetiredError`` or
+            ``CallConflictError`` as the outcome has it.
+
+    """
+    error, why = _REFUSALS.get(
+        reply.code, (CaptureError, f"Redis answered with the unknown outcome {reply.code!r}")
+    )
+    raise error(f"{why} ({subject})", rollout_id=subject.rollout_id, model_call_id=subject.model_call_id)

@@ -1,0 +1,109 @@
+"""What an exception of redis-py means: try again, or the one of our errors to raise."""
+
+from __future__ import annotations
+
+from redis import exceptions as redis_errors
+
+from gym_capture_redis.errors import (
+    BackendUnavailableError,
+    CaptureError,
+    ConfigurationError,
+    CorruptRecordError,
+    UnsupportedFormatError,
+)
+
+_TRY_AGAIN_CODES = frozenset(
+    (
+        "LOADING",
+        "BUSY",
+        "READONLY",
+        "MASTERDOWN",
+        "CLUSTERDOWN",
+        "TRYAGAIN",
+        "MOVED",
+        "ASK",
+        "NOREPLICAS",
+        "MISCONF",
+    )
+)
+_TRY_AGAIN = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.ReadOnlyError,
+    redis_errors.ClusterError,
+    redis_errors.TryAgainError,
+    redis_errors.AskError,
+    redis_errors.InvalidResponse,
+    OSError,
+)
+_REFUSED_CREDENTIALS = (
+    redis_errors.AuthenticationError,
+    redis_errors.AuthorizationError,
+    redis_errors.AuthenticationWrongNumberOfArgsError,
+)
+
+_MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
+    "OOM": (
+        BackendUnavailableError,
+        "is out of memory and refused the write; nothing was stored. "
+        "Raise maxmemory, or let the trainer drop what it has consumed",
+    ),
+    "NOPERM": (
+        ConfigurationError,
+        "does not permit this user the commands needed; docs/operations.md lists them",
+    ),
+    "WRONGTYPE": (
+        CorruptRecordError,
+        "holds a value that is no hash under this rollout's key; another program uses the same names: "
+        "choose another namespace or database, or remove the key",
+    ),
+    "NEWER": (
+        UnsupportedFormatError,
+        "holds the rollout in a format newer than this version reads; upgrade gym-capture-redis here",
+    ),
+}
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether repeating the same step may succeed: the server is away, starting, or moving."""
+    if isinstance(error, _REFUSED_CREDENTIALS):
+        return False
+    return isinstance(error, _TRY_AGAIN) or _code(error) in _TRY_AGAIN_CODES
+
+
+def final_error(error: BaseException, server: str) -> CaptureError:
+    """Our error for an exception that repeating does not cure. ``server`` is shown in the message."""
+    if isinstance(error, CaptureError):
+        return error
+    if isinstance(error, _REFUSED_CREDENTIALS):
+        return ConfigurationError(
+            f"{server} refused the user or password; check the URL, username and password"
+        )
+    if "unknown command" in _text(error).lower():
+        return ConfigurationError(f"{server} runs no Lua scripts (EVAL, EVALSHA), which atomic steps need")
+    code = "OOM" if isinstance(error, redis_errors.OutOfMemoryError) else _code(error)
+    code = "NOPERM" if isinstance(error, redis_errors.NoPermissionError) else code
+    if code in _MEANINGS:
+        error_class, meaning = _MEANINGS[code]
+        return error_class(f"{server} {meaning}")
+    if code == "CORRUPT":
+        return CorruptRecordError(
+            f"{server} holds a damaged rollout: {_text(error).removeprefix('CORRUPT ')}"
+        )
+    return BackendUnavailableError(f"{server} refused the step: {type(error).__name__} {code}".rstrip())
+
+
+def is_unknown_script(error: BaseException) -> bool:
+    """Whether the server does not know the script's SHA-1 yet."""
+    return isinstance(error, redis_errors.NoScriptError)
+
+
+def _text(error: BaseException) -> str:
+    return str(error.args[0]) if error.args else ""
+
+
+def _code(error: BaseException) -> str:
+    """First word of an error reply, if the exception is one; the rest could quote the command."""
+    if not isinstance(error, redis_errors.ResponseError):
+        return ""
+    return _text(error).partition(" ")[0]

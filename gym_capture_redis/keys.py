@@ -1,0 +1,134 @@
+"""The key schema: the one place that knows the name of a key or of a hash field.
+
+A rollout is one hash, ``gymcap:{<namespace>/<rollout_id>}``; the braces keep all that belongs to a
+rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md):
+
+=============  =====================================================================
+``s:<name>``   state; the names are those of ``STATE_FIELDS``
+``o:<seq>``    what step number ``seq`` wrote: the name of one of the fields below
+``i:<call>``   index row: the payload digest
+``r:<call>``   record
+``n:<call>``   open intent: announced, neither recorded nor refused yet
+``f:<call>``   failure: ``<unix ms> <code>``
+``x:<call>``   engine refusal: ``<code> NUL <msgpack details>``
+=============  =====================================================================
+"""
+
+from __future__ import annotations
+
+import re
+
+from gym_capture_redis.errors import InvalidIdentifierError
+
+STATE_FIELDS = (
+    b"format",
+    b"incarnation",
+    b"status",
+    b"version",
+    b"snapshot",
+    b"seq",
+    b"records",
+    b"intents",
+    b"failures",
+    b"refusals",
+    b"bytes",
+)
+
+INDEX = b"i:"
+RECORD = b"r:"
+INTENT = b"n:"
+FAILURE = b"f:"
+REFUSAL = b"x:"
+
+MAX_ROLLOUT_ID_LENGTH = 255
+MAX_CALL_ID_BYTES = 1024
+MAX_NAMESPACE_LENGTH = 64
+MAX_REFUSAL_CODE_BYTES = 256
+
+_GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+
+
+def rollout_key(namespace: str, rollout_id: str) -> bytes:
+    """Key of the rollout's hash. Both parts must have been validated."""
+    return f"gymcap:{{{namespace}/{rollout_id}}}".encode("ascii")
+
+
+def validate_namespace(namespace: object) -> str:
+    """Return ``namespace`` if it is 1 to 64 characters of Gym's alphabet.
+
+    Raises:
+        InvalidIdentifierError: otherwise.
+
+    """
+    return _gym_identifier("namespace", namespace, MAX_NAMESPACE_LENGTH)
+
+
+def validate_rollout_id(rollout_id: object) -> str:
+    """Return ``rollout_id`` if it is 1 to 255 characters of Gym's alphabet (letters, digits, ``._-``).
+
+    Raises:
+        InvalidIdentifierError: otherwise.
+
+    """
+    return _gym_identifier("rollout id", rollout_id, MAX_ROLLOUT_ID_LENGTH)
+
+
+def validate_call_id(model_call_id: object, *, rollout_id: str, allow_empty: bool = False) -> str:
+    """Return ``model_call_id`` if it is a string of 1 to 1,024 bytes of UTF-8.
+
+    ``allow_empty`` is for ``mark_incomplete``, which may speak of the rollout as a whole.
+
+    Raises:
+        InvalidIdentifierError: otherwise.
+
+    """
+    problem = _text_problem(model_call_id, MAX_CALL_ID_BYTES, allow_empty=allow_empty)
+    if problem or not isinstance(model_call_id, str):
+        raise InvalidIdentifierError(
+            f"model call id of rollout {rollout_id} is refused: {problem}; "
+            f"it must be a string of 1 to {MAX_CALL_ID_BYTES} bytes of UTF-8",
+            rollout_id=rollout_id,
+        )
+    return model_call_id
+
+
+def validate_refusal_code(code: object, *, rollout_id: str, model_call_id: str) -> str:
+    """Return ``code`` if it is a string of 1 to 256 bytes of UTF-8 without NUL.
+
+    Raises:
+        InvalidIdentifierError: otherwise.
+
+    """
+    problem = _text_problem(code, MAX_REFUSAL_CODE_BYTES)
+    if not problem and isinstance(code, str) and "\0" in code:
+        problem = "it holds a NUL character"
+    if problem or not isinstance(code, str):
+        raise InvalidIdentifierError(
+            f"refusal code for call {model_call_id!r} of rollout {rollout_id} is refused: {problem}",
+            rollout_id=rollout_id,
+            model_call_id=model_call_id,
+        )
+    return code
+
+
+def _gym_identifier(what: str, value: object, max_length: int) -> str:
+    if isinstance(value, str) and 1 <= len(value) <= max_length and _GYM_ALPHABET.fullmatch(value):
+        return value
+    shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+    if len(shown) > 2 * MAX_NAMESPACE_LENGTH:
+        shown = shown[: 2 * MAX_NAMESPACE_LENGTH] + "…"
+    raise InvalidIdentifierError(
+        f"{what} {shown} is refused: it must be 1 to {max_length} ASCII letters, digits, '.', '_' or '-'"
+    )
+
+
+def _text_problem(value: object, max_bytes: int, *, allow_empty: bool = False) -> str:
+    if not isinstance(value, str):
+        return f"it is a {type(value).__name__}"
+    if not value and not allow_empty:
+        return "it is empty"
+    try:
+        size = len(value.encode("utf-8"))
+    except UnicodeEncodeError:
+        return "it is not valid UTF-8"
+    return f"it has {size} bytes" if size > max_bytes else ""

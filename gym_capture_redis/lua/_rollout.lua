@@ -1,0 +1,102 @@
+-- What every step on a rollout shares; scripts.py puts it in front of each of them, after
+-- a line that defines FORMAT (the newest format this version reads) and STATE (the names
+-- of the state fields, from keys.py).
+--
+-- Reply of every step: {code, incarnation, seq, version, ...}.
+-- Errors of every step: CORRUPT, NEWER, and Redis' own WRONGTYPE. All come before any write.
+
+local key = KEYS[1]
+
+local NUMBERS = {'format', 'version', 'seq', 'records', 'intents', 'failures', 'refusals', 'bytes'}
+
+-- The rollout's state as a table, or nil where there is none; the second value is an error.
+local function load_state()
+  local fields = {}
+  for i, name in ipairs(STATE) do fields[i] = 's:' .. name end
+  local values = redis.call('HMGET', key, unpack(fields))
+  local state, present = {}, 0
+  for i, name in ipairs(STATE) do
+    state[name] = values[i]
+    if values[i] then present = present + 1 end
+  end
+  if present == 0 and redis.call('EXISTS', key) == 0 then return nil, nil end
+  if present < #STATE then
+    return nil, redis.error_reply('CORRUPT the state of the rollout lacks ' .. (#STATE - present) .. ' fields')
+  end
+  for _, name in ipairs(NUMBERS) do
+    state[name] = tonumber(state[name])
+    if not state[name] then
+      return nil, redis.error_reply('CORRUPT the state field ' .. name .. ' is not a number')
+    end
+  end
+  if state.format > FORMAT then
+    return nil, redis.error_reply('NEWER ' .. state.format)
+  end
+  return state, nil
+end
+
+local function store_state(state)
+  local pairs_ = {}
+  for _, name in ipairs(STATE) do
+    pairs_[#pairs_ + 1] = 's:' .. name
+    pairs_[#pairs_ + 1] = state[name]
+  end
+  redis.call('HSET', key, unpack(pairs_))
+end
+
+local function create_state(incarnation)
+  local state = {
+    format = FORMAT, incarnation = incarnation, status = 'open', version = 0, snapshot = '', seq = 0,
+    records = 0, intents = 0, failures = 0, refusals = 0, bytes = 0,
+  }
+  store_state(state)
+  return state
+end
+
+local function reply(code, state, ...)
+  if not state then return {code, '', 0, 0, ...} end
+  return {code, state.incarnation, state.seq, state.version, ...}
+end
+
+-- Writes the failure of a call, as one step.
+local function mark_failure(state, call, failure_code)
+  local now = redis.call('TIME')
+  local failed_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+  local field = 'f:' .. call
+  if redis.call('HEXISTS', key, field) == 0 then state.failures = state.failures + 1 end
+  state.seq = state.seq + 1
+  state.version = state.version + 1
+  redis.call('HSET', key, 'o:' .. state.seq, field, field, string.format('%.0f ', failed_ms) .. failure_code,
+    's:seq', state.seq, 's:version', state.version, 's:failures', state.failures)
+end
+
+-- Replaces the rollout by its tombstone.
+local function retire(state, ttl_s)
+  redis.call('UNLINK', key)
+  state.status = 'retired'
+  state.records, state.intents, state.failures, state.refusals, state.bytes = 0, 0, 0, 0, 0
+  store_state(state)
+  redis.call('EXPIRE', key, ttl_s)
+end
+
+-- Appends what the steps from number `from` on wrote to `rows`, up to about max_bytes and 1,000 steps:
+-- {what the step wrote, its value, its index row (of a record)}. Returns the number to go on from.
+local function collect_rows(state, from, max_bytes, rows)
+  local bytes, seq, last = 0, from, math.min(state.seq, from + 999)
+  while seq <= last and (bytes < max_bytes or seq == from) do
+    local field = redis.call('HGET', key, 'o:' .. seq)
+    local value, index = false, false
+    if field then
+      if string.sub(field, 1, 2) == 'r:' then
+        local size = redis.call('HSTRLEN', key, field)
+        if bytes > 0 and bytes + size > max_bytes then break end
+        index = redis.call('HGET', key, 'i:' .. string.sub(field, 3))
+      end
+      value = redis.call('HGET', key, field)
+      if value then bytes = bytes + #value end
+    end
+    rows[#rows + 1] = {field, value, index}
+    seq = seq + 1
+  end
+  return seq
+end

@@ -1,0 +1,10 @@
+-- Makes sure that the rollout exists, and says which attempt it is.
+-- Needed by a put that nobody announced: the put itself never creates a rollout, so that a delayed
+-- duplicate of it cannot bring back one that was deleted. An empty open rollout reads like an unknown one.
+-- KEYS[1]  rollout
+-- ARGV[1]  incarnation to give it if it is new
+-- Reply    OK
+-- Repeat   safe
+local state, err = load_state()
+if err then return err end
+return reply('OK', state or create_state(ARGV[1]))

@@ -1,0 +1,36 @@
+-- Records that the engine refused a call before generating, and settles its intent.
+-- KEYS[1]  rollout
+-- ARGV[1]  incarnation to give the rollout if it is new
+-- ARGV[2]  incarnation of the attempt that the call belongs to, or '' for whichever is there
+-- ARGV[3]  call
+-- ARGV[4]  refusal code
+-- ARGV[5]  details
+-- Reply    OK | SAME (refused with this code already) | OTHER_CODE (nothing changed) |
+--          CONFLICT (recorded already: the rollout is now incomplete) | FROZEN | RETIRED
+-- Repeat   safe: SAME
+local state, err = load_state()
+if err then return err end
+local expected, call, code = ARGV[2], ARGV[3], ARGV[4]
+if expected ~= '' and (not state or state.incarnation ~= expected) then return reply('RETIRED', state) end
+if state then
+  if state.status == 'retired' then return reply('RETIRED', state) end
+  local known = redis.call('HMGET', key, 'x:' .. call, 'i:' .. call)
+  if known[1] then
+    local same = string.sub(known[1], 1, #code + 1) == code .. '\0'
+    return reply(same and 'SAME' or 'OTHER_CODE', state)
+  end
+  if state.status == 'frozen' then return reply('FROZEN', state) end
+  if known[2] then
+    mark_failure(state, call, 'conflict')
+    return reply('CONFLICT', state)
+  end
+else
+  state = create_state(ARGV[1])
+end
+state.intents = state.intents - redis.call('HDEL', key, 'n:' .. call)
+state.seq = state.seq + 1
+state.version = state.version + 1
+redis.call('HSET', key, 'o:' .. state.seq, 'x:' .. call, 'x:' .. call, code .. '\0' .. ARGV[5],
+  's:seq', state.seq, 's:version', state.version, 's:intents', state.intents,
+  's:refusals', state.refusals + 1)
+return reply('OK', state)

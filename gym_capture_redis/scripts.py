@@ -1,0 +1,223 @@
+"""The atomic steps: builds each call and reads each reply, without any I/O.
+
+Each step is one Lua file on one key (``lua/*.lua``, whose headers say what it takes, answers and
+whether it may be repeated: all of them may). Async and sync clients share this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from gym_capture_redis.errors import CorruptRecordError
+from gym_capture_redis.keys import STATE_FIELDS
+
+FORMAT = 1
+"""The newest storage format this version reads and writes."""
+
+Argument = bytes | str | int
+
+
+class Step(Enum):
+    """A step, by the name of its file, and the flags that its script carries on a real server.
+
+    Without flags Redis refuses a script at its memory limit before it runs; what must work there
+    (marking, refusing, reading and all that frees memory) says ``allow-oom``.
+    """
+
+    JOIN = ("join", "")
+    BEGIN = ("begin", "")
+    PUT = ("put", "")
+    MARK = ("mark", "allow-oom")
+    REFUSE = ("refuse", "allow-oom")
+    FREEZE = ("freeze", "allow-oom")
+    READ = ("read", "no-writes,allow-oom")
+    DROP = ("drop", "allow-oom")
+    PEEK = ("peek", "no-writes,allow-oom")
+    RETIRE = ("retire", "allow-oom")
+    DELETE = ("delete", "allow-oom")
+
+    @cache
+    def source(self, *, flagged: bool) -> bytes:
+        """Lua source; ``flagged`` adds the first line that only real servers understand."""
+        name, flags = self.value
+        folder = resources.files("gym_capture_redis") / "lua"
+        state = ", ".join(f"'{field.decode()}'" for field in STATE_FIELDS)
+        parts = [
+            "#!lua" + (f" flags={flags}" if flags else "") if flagged else f"-- {name}",
+            f"local FORMAT, STATE = {FORMAT}, {{{state}}}",
+            (folder / "_rollout.lua").read_text("utf-8"),
+            (folder / f"{name}.lua").read_text("utf-8"),
+        ]
+        return "\n".join(parts).encode()
+
+    @cache
+    def sha1(self, *, flagged: bool) -> str:
+        """The name under which EVALSHA finds the script."""
+        return hashlib.sha1(self.source(flagged=flagged), usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One step to run on one key."""
+
+    step: Step
+    key: bytes
+    args: tuple[Argument, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the variable arguments, roughly what goes over the wire."""
+        return sum(len(arg) if isinstance(arg, bytes | str) else 8 for arg in self.args)
+
+    def command(self, *, flagged: bool, by_source: bool) -> tuple[Argument, ...]:
+        """EVALSHA, or EVAL with the whole source for a server that does not know the script yet."""
+        name, script = (
+            ("EVAL", self.step.source(flagged=flagged))
+            if by_source
+            else ("EVALSHA", self.step.sha1(flagged=flagged))
+        )
+        return (name, script, 1, self.key, *self.args)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What every step answers: an outcome, which attempt of the rollout there is, and the rest."""
+
+    code: str
+    incarnation: str
+    seq: int
+    version: int
+    rest: tuple[Any, ...]
+    run_id: str = ""
+    """Run id of the server that answered."""
+
+    @classmethod
+    def parse(cls, raw: Any, run_id: str = "") -> Reply:
+        """Read a raw reply of the server with this run id.
+
+        Raises:
+            CorruptRecordError: the reply does not have the form that the scripts give.
+
+        """
+        try:
+            code, incarnation, seq, version, *rest = raw
+            return cls(code.decode(), incarnation.decode(), int(seq), int(version), tuple(rest), run_id)
+        except (TypeError, ValueError, AttributeError):
+            raise CorruptRecordError("Redis answered a step with a reply of an unknown form") from None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one step wrote, as read back: field name, value, and the index row of a record."""
+
+    field: bytes | None
+    value: bytes | None
+    index: bytes | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The counts that a frozen rollout must agree with."""
+
+    records: int
+    intents: int
+    failures: int
+    refusals: int
+    stored_bytes: int
+    hash_fields: int
+
+    def expected_hash_fields(self, seq: int) -> int:
+        """How many fields the hash has if nothing was added or removed by another hand."""
+        return len(STATE_FIELDS) + seq + 2 * self.records + self.intents + self.failures + self.refusals
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows read in one step, and the step number to read on from."""
+
+    next_seq: int
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def parse(cls, next_seq: Any, rows: Sequence[Sequence[Any]]) -> Chunk:
+        """Read the tail of a reply of ``freeze`` or ``read``."""
+        return cls(int(next_seq), tuple(Row(*row) for row in rows))
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A reply of ``freeze``: the fence holds, and the first chunk is here."""
+
+    reply: Reply
+    snapshot_id: str
+    facts: Facts
+    chunk: Chunk
+
+    @classmethod
+    def parse(cls, reply: Reply) -> Frozen:
+        """Read the rest of ``reply``, whose code is OK."""
+        snapshot_id, facts, next_seq, rows = reply.rest
+        return cls(reply, snapshot_id.decode(), Facts(*map(int, facts)), Chunk.parse(next_seq, rows))
+
+
+def join(key: bytes, *, new_incarnation: str) -> Call:
+    """``lua/join.lua``."""
+    return Call(Step.JOIN, key, (new_incarnation,))
+
+
+def begin(key: bytes, model_call_id: str, *, new_incarnation: str) -> Call:
+    """``lua/begin.lua``."""
+    return Call(Step.BEGIN, key, (new_incarnation, model_call_id))
+
+
+def put(key: bytes, model_call_id: str, *, incarnation: str, digest: bytes, record: bytes) -> Call:
+    """``lua/put.lua``."""
+    return Call(Step.PUT, key, (incarnation, model_call_id, digest, record))
+
+
+def mark(key: bytes, model_call_id: str, *, new_incarnation: str, incarnation: str) -> Call:
+    """``lua/mark.lua``."""
+    return Call(Step.MARK, key, (new_incarnation, incarnation, model_call_id))
+
+
+def refuse(
+    key: bytes, model_call_id: str, *, new_incarnation: str, incarnation: str, code: str, details: bytes
+) -> Call:
+    """``lua/refuse.lua``."""
+    return Call(Step.REFUSE, key, (new_incarnation, incarnation, model_call_id, code, details))
+
+
+def freeze(key: bytes, *, new_incarnation: str, snapshot_id: str, max_bytes: int) -> Call:
+    """``lua/freeze.lua``."""
+    return Call(Step.FREEZE, key, (new_incarnation, snapshot_id, max_bytes))
+
+
+def read(key: bytes, *, incarnation: str, version: int, from_seq: int, max_bytes: int) -> Call:
+    """``lua/read.lua``."""
+    return Call(Step.READ, key, (incarnation, version, from_seq, max_bytes))
+
+
+def drop(key: bytes, *, snapshot_id: str, version: int, tombstone_ttl_s: int) -> Call:
+    """``lua/drop.lua``."""
+    return Call(Step.DROP, key, (snapshot_id, version, tombstone_ttl_s))
+
+
+def peek(key: bytes) -> Call:
+    """``lua/peek.lua``."""
+    return Call(Step.PEEK, key, ())
+
+
+def retire(key: bytes, *, incarnation: str, new_incarnation: str, tombstone_ttl_s: int) -> Call:
+    """``lua/retire.lua``."""
+    return Call(Step.RETIRE, key, (incarnation, new_incarnation, tombstone_ttl_s))
+
+
+def delete(key: bytes, *, incarnation: str) -> Call:
+    """``lua/delete.lua``."""
+    return Call(Step.DELETE, key, (incarnation,))

@@ -1,0 +1,161 @@
+"""``RedisTokenSink``: the writer, in every worker process (contract, section 3)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+from gym_capture_redis import codec, scripts
+from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
+from gym_capture_redis.executor import Subject
+from gym_capture_redis.keys import validate_call_id, validate_refusal_code
+from gym_capture_redis.settings import SinkSettings
+
+MAX_REMEMBERED_CALLS = 100_000
+"""Announced calls a sink remembers the attempt of; far above what one process has in flight."""
+
+
+class RedisTokenSink(Endpoint[SinkSettings]):
+    """Puts the records of model calls into Redis, from any number of processes and machines.
+
+    Constructing it does no I/O: connections are opened at the first call, for each event loop and
+    process of its own. Every call ends within ``timeout_s``, retries included.
+
+    Args:
+        url: see ``ServerUrl``; None reads ``GYM_CAPTURE_REDIS_URL``, else ``redis://127.0.0.1:6379/0``.
+        namespace: separates runs, whose rollout ids are the same; 1 to 64 characters of ``A-Za-z0-9._-``.
+        settings: the fields of ``SinkSettings``.
+
+    Raises:
+        ConfigurationError: an unknown setting, by name, or a malformed value.
+        InvalidIdentifierError: a malformed namespace.
+
+    """
+
+    def __init__(self, url: str | None = None, *, namespace: str = "default", **settings: Any) -> None:
+        super().__init__(SinkSettings.build(url, namespace, settings))
+        self._announced: OrderedDict[tuple[str, str], scripts.Reply] = OrderedDict()
+
+    async def put(self, entry: Any) -> None:
+        """Store the record of one model call; on return it is durable and visible to every reader.
+
+        Storing the same content again does nothing. ``entry`` is Gym's ``TokenEntry``, ours, or any
+        pydantic model with the same fields.
+
+        Raises:
+            InvalidRecordError, RecordTooLargeError, InvalidIdentifierError: refused before the network.
+            CallConflictError: the call has other content already; the rollout is incomplete now.
+            TokenCaptureFrozenError: the rollout was frozen, and does not hold this record.
+            TokenCaptureRetiredError: the attempt was retired, deleted or has expired.
+            BackendUnavailableError: not confirmed in time; repeating it is safe.
+
+        """
+        limit = self._settings.max_record_bytes
+        if codec.is_large(entry):
+            encoded = await asyncio.to_thread(codec.encode, entry, max_record_bytes=limit)
+        else:
+            encoded = codec.encode(entry, max_record_bytes=limit)
+        key, subject = self._address(encoded.rollout_id, encoded.model_call_id)
+        executor = self._executors.get()
+        deadline = executor.deadline()
+        announced = self._announcement(subject) or await executor.run(
+            scripts.join(key, new_incarnation=new_incarnation()), subject, deadline=deadline
+        )
+        call = scripts.put(
+            key,
+            encoded.model_call_id,
+            incarnation=announced.incarnation,
+            digest=encoded.digest,
+            record=encoded.record,
+        )
+        reply = await executor.run(call, subject, deadline=deadline)
+        if reply.code not in ("OK", "SAME"):
+            raise_refusal(reply, subject)
+
+    async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
+        """Announce a model call, durably, before it is sent to the engine.
+
+        Until it is recorded or refused, a snapshot of the rollout is incomplete. Repeating is fine.
+
+        Raises:
+            InvalidIdentifierError: a malformed id; nothing was sent.
+            TokenCaptureFrozenError, TokenCaptureRetiredError: the rollout takes no calls any more.
+            BackendUnavailableError: not confirmed in time; the call should not be made.
+
+        """
+        key, subject = self._address(rollout_id, model_call_id)
+        executor = self._executors.get()
+        call = scripts.begin(key, model_call_id, new_incarnation=new_incarnation())
+        reply = await executor.run(call, subject, deadline=executor.deadline())
+        if reply.code not in ("OK", "SAME"):
+            raise_refusal(reply, subject)
+        self._announced.pop((rollout_id, model_call_id), None)
+        self._announced[rollout_id, model_call_id] = reply
+        if len(self._announced) > MAX_REMEMBERED_CALLS:
+            self._announced.popitem(last=False)
+
+    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
+        """Record, durably, that the rollout lost a call; works after freeze and at the memory limit.
+
+        Raises:
+            InvalidIdentifierError: a malformed id; nothing was sent.
+            TokenCaptureRetiredError: the attempt was retired, deleted or has expired.
+            BackendUnavailableError: not confirmed in time; an intent of the call still tells.
+
+        """
+        key, subject = self._address(rollout_id, model_call_id, allow_empty=True)
+        executor = self._executors.get()
+        deadline = executor.deadline()
+        announced = self._announcement(subject)
+        incarnation = announced.incarnation if announced else ""
+        call = scripts.mark(key, model_call_id, new_incarnation=new_incarnation(), incarnation=incarnation)
+        reply = await executor.run(call, subject, deadline=deadline, urgent=True)
+        if reply.code == "RETIRED" and announced and announced.run_id != reply.run_id:
+            # Another server answers now. It need not know the attempt, and what it forgot must show.
+            call = scripts.mark(key, model_call_id, new_incarnation=new_incarnation(), incarnation="")
+            reply = await executor.run(call, subject, deadline=deadline, urgent=True)
+        if reply.code != "OK":
+            raise_refusal(reply, subject)
+
+    async def record_engine_refusal(
+        self, rollout_id: str, *, model_call_id: str, code: str, **details: Any
+    ) -> None:
+        """Record that the engine refused the call before generating: it is settled without a record.
+
+        ``details`` are kept with it (plain JSON values). Repeating the same code does nothing.
+
+        Raises:
+            InvalidIdentifierError, InvalidRecordError: malformed arguments; nothing was sent.
+            CallConflictError: refused with another code before (nothing changed), or recorded before
+                (the rollout is incomplete now).
+            TokenCaptureFrozenError, TokenCaptureRetiredError: the rollout takes no refusals any more.
+            BackendUnavailableError: not confirmed in time; repeating it is safe.
+
+        """
+        key, subject = self._address(rollout_id, model_call_id)
+        validate_refusal_code(code, rollout_id=rollout_id, model_call_id=model_call_id)
+        announced = self._announcement(subject)
+        call = scripts.refuse(
+            key,
+            model_call_id,
+            new_incarnation=new_incarnation(),
+            incarnation=announced.incarnation if announced else "",
+            code=code,
+            details=codec.encode_details(details),
+        )
+        executor = self._executors.get()
+        reply = await executor.run(call, subject, deadline=executor.deadline(), urgent=True)
+        if reply.code not in ("OK", "SAME"):
+            raise_refusal(reply, subject)
+
+    def _address(
+        self, rollout_id: str, model_call_id: str, *, allow_empty: bool = False
+    ) -> tuple[bytes, Subject]:
+        key = self._key(rollout_id)
+        validate_call_id(model_call_id, rollout_id=rollout_id, allow_empty=allow_empty)
+        return key, Subject(rollout_id, model_call_id)
+
+    def _announcement(self, subject: Subject) -> scripts.Reply | None:
+        """What ``begin_call`` was answered for this call in this process, if it was made here."""
+        return self._announced.get((subject.rollout_id, subject.model_call_id or ""))

@@ -1,0 +1,163 @@
+"""From the rows of a frozen rollout to a snapshot, without I/O.
+
+Nothing here guesses: what is missing, damaged or too much becomes a reason why the snapshot is
+incomplete (design, "Reading").
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from gym_capture_redis import codec
+from gym_capture_redis.errors import CorruptRecordError
+from gym_capture_redis.keys import FAILURE, INTENT, RECORD, REFUSAL
+from gym_capture_redis.protocols import IncompleteCode, IncompleteReason, Refusal, TokenCaptureSnapshot
+from gym_capture_redis.scripts import Chunk, Frozen, Row
+
+_FAILURE_CODES = {
+    b"marked": (IncompleteCode.MARKED, "marked incomplete"),
+    b"conflict": (IncompleteCode.CONFLICT, "reported with two different contents"),
+}
+
+
+class SnapshotAssembly:
+    """Takes the chunks of one frozen rollout in order, and ends as its snapshot."""
+
+    def __init__(self, rollout_id: str, frozen: Frozen, entry_type: codec.EntryType) -> None:
+        self._rollout_id = rollout_id
+        self._frozen = frozen
+        self._entry_type = entry_type
+        self._entries: dict[str, Any] = {}
+        self._refusals: list[Refusal] = []
+        self._reasons: list[IncompleteReason] = []
+        self._seen: dict[bytes, int] = {RECORD: 0, INTENT: 0, FAILURE: 0, REFUSAL: 0}
+        self._fields: set[bytes] = set()
+        self._open_calls: list[str] = []
+        self._corrupt_calls: set[str] = set()
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest step of the rollout."""
+        return self._frozen.reply.seq
+
+    def add(self, chunk: Chunk) -> None:
+        """Decode what one reply brought.
+
+        Raises:
+            UnsupportedFormatError: a record follows a newer schema.
+
+        """
+        for row in chunk.rows:
+            self._add_row(row)
+
+    def finish(self) -> TokenCaptureSnapshot:
+        """Compare everything with the rollout's own counts, and close."""
+        self._check_counts()
+        failed = {reason.model_call_id for reason in self._reasons}
+        for call in self._open_calls:
+            if call not in failed:
+                self._incomplete(IncompleteCode.LOST_CALL, call, "announced, but never recorded or refused")
+        for call, entry in self._entries.items():
+            parent = getattr(entry, "parent_call_id", None)
+            if parent is not None and parent not in self._entries and parent not in self._corrupt_calls:
+                self._incomplete(
+                    IncompleteCode.MISSING_PARENT, call, f"its parent call {parent!r} is not here"
+                )
+        return TokenCaptureSnapshot(
+            rollout_id=self._rollout_id,
+            entries=tuple(self._entries.values()),
+            incomplete=bool(self._reasons),
+            snapshot_id=self._frozen.snapshot_id,
+            version=self._frozen.reply.version,
+            reasons=tuple(self._reasons),
+            refusals=tuple(self._refusals),
+            stored_bytes=self._frozen.facts.stored_bytes,
+        )
+
+    def _add_row(self, row: Row) -> None:
+        kind, call = _split(row.field)
+        if kind is None or call is None:
+            self._incomplete(IncompleteCode.TAMPERED, "", "the trace of a step is missing or unreadable")
+            return
+        if row.field in self._fields:
+            return  # a call may be marked several times, and an intent repeated
+        if kind == INTENT and row.value is None:
+            return  # settled since
+        self._fields.add(row.field or b"")
+        if row.value is None:
+            self._incomplete(IncompleteCode.TAMPERED, call, "what a step wrote is gone")
+            return
+        self._seen[kind] += 1
+        match kind:
+            case b"r:":
+                self._add_record(call, row.value, row.index)
+            case b"n:":
+                self._open_calls.append(call)
+            case b"f:":
+                self._add_failure(call, row.value)
+            case b"x:":
+                self._add_refusal(call, row.value)
+
+    def _add_record(self, call: str, record: bytes, index: bytes | None) -> None:
+        if index is None:
+            self._incomplete(IncompleteCode.TAMPERED, call, "the record's index row is gone")
+            return
+        try:
+            self._entries[call] = codec.decode(
+                record, index, rollout_id=self._rollout_id, model_call_id=call, entry_type=self._entry_type
+            )
+        except CorruptRecordError as error:
+            self._corrupt_calls.add(call)
+            self._incomplete(IncompleteCode.CORRUPT, call, str(error))
+
+    def _add_failure(self, call: str, value: bytes) -> None:
+        when, _, reason = value.partition(b" ")
+        code, text = _FAILURE_CODES.get(reason, (IncompleteCode.TAMPERED, "an unreadable failure"))
+        self._incomplete(code, call, f"{text} {_at(when)}".rstrip())
+
+    def _add_refusal(self, call: str, value: bytes) -> None:
+        code, _, details = value.partition(b"\0")
+        try:
+            self._refusals.append(Refusal(call, code.decode("utf-8"), codec.decode_details(details)))
+        except (CorruptRecordError, UnicodeDecodeError):
+            self._incomplete(IncompleteCode.CORRUPT, call, "the stored refusal is damaged")
+
+    def _check_counts(self) -> None:
+        facts = self._frozen.facts
+        expected = facts.expected_hash_fields(self.last_seq)
+        if facts.hash_fields != expected:
+            self._tampered(f"the hash has {facts.hash_fields} fields instead of {expected}")
+        wanted = {
+            RECORD: facts.records,
+            INTENT: facts.intents,
+            FAILURE: facts.failures,
+            REFUSAL: facts.refusals,
+        }
+        for kind, count in wanted.items():
+            if self._seen[kind] != count:
+                name = kind.decode()
+                self._tampered(f"{self._seen[kind]} fields {name}… were found instead of {count}")
+
+    def _tampered(self, detail: str) -> None:
+        self._incomplete(IncompleteCode.TAMPERED, "", detail)
+
+    def _incomplete(self, code: IncompleteCode, call: str, detail: str) -> None:
+        self._reasons.append(IncompleteReason(code, call, detail))
+
+
+def _split(field: bytes | None) -> tuple[bytes, str] | tuple[None, None]:
+    if field is None or field[:2] not in (RECORD, INTENT, FAILURE, REFUSAL):
+        return None, None
+    try:
+        return field[:2], field[2:].decode("utf-8")
+    except UnicodeDecodeError:
+        return None, None
+
+
+def _at(unix_ms: bytes) -> str:
+    try:
+        moment = datetime.fromtimestamp(int(unix_ms) / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return ""
+    return f"at {moment.isoformat(timespec='milliseconds')}"

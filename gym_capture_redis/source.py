@@ -1,0 +1,214 @@
+"""``RedisTokenSource``: the reader, in the trainer (contract, section 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from gym_capture_redis import gym_compat, scripts
+from gym_capture_redis.codec import EntryType
+from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
+from gym_capture_redis.executor import Executor, Subject
+from gym_capture_redis.protocols import TokenCaptureSnapshot
+from gym_capture_redis.records import TokenEntry
+from gym_capture_redis.settings import SourceSettings
+from gym_capture_redis.snapshot import SnapshotAssembly
+
+_DECODE_IN_LOOP_BYTES = 256 * 2**10
+"""Chunks above this size are decoded on a thread, so that they do not hold the event loop."""
+
+
+class RedisTokenSource(Endpoint[SourceSettings]):
+    """Freezes, reads and retires rollouts.
+
+    Constructing it does no I/O: connections are opened at the first call, for each event loop and
+    process of its own. Every call ends within ``timeout_s``, retries included.
+
+    Args:
+        url: see ``ServerUrl``; None reads ``GYM_CAPTURE_REDIS_URL``, else ``redis://127.0.0.1:6379/0``.
+        namespace: the one that the sinks of this run use.
+        entry_type: class of the entries; None takes Gym's ``TokenEntry`` where Gym is importable, else ours.
+        settings: the fields of ``SourceSettings``.
+
+    Raises:
+        ConfigurationError: an unknown setting, by name, or a malformed value.
+        InvalidIdentifierError: a malformed namespace.
+
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        namespace: str = "default",
+        entry_type: EntryType | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(SourceSettings.build(url, namespace, settings))
+        self._entry_type: EntryType = (
+            entry_type or gym_compat.gym_attribute("records", "TokenEntry") or TokenEntry
+        )
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        """Fence the rollout and return one atomic snapshot; no put of anything new succeeds afterwards.
+
+        Repeating it gives the same ``snapshot_id``; ``version`` and content differ only if something was
+        marked since. An unknown rollout gives an empty, complete, frozen snapshot at version 1. What is
+        damaged or missing makes the snapshot incomplete and is named in its ``reasons``.
+
+        Raises:
+            InvalidIdentifierError: a malformed id; nothing was sent.
+            TokenCaptureRetiredError: the rollout was retired, or retired or deleted while it was read.
+            CorruptRecordError: another program's value, or no readable state, under the rollout's key.
+            UnsupportedFormatError: a newer version wrote it.
+            BackendUnavailableError: not read in time; the rollout may be frozen, and freezing again is safe.
+
+        """
+        key, subject = self._key(rollout_id), Subject(rollout_id)
+        executor = self._executors.get()
+        deadline = executor.deadline()
+        call = scripts.freeze(
+            key,
+            new_incarnation=new_incarnation(),
+            snapshot_id=secrets.token_hex(16),
+            max_bytes=self._settings.chunk_bytes,
+        )
+        while True:
+            reply = await executor.run(call, subject, deadline=deadline)
+            if reply.code != "OK":
+                raise_refusal(reply, subject)
+            frozen = scripts.Frozen.parse(reply)
+            assembly = SnapshotAssembly(rollout_id, frozen, self._entry_type)
+            if await self._read(executor, assembly, key, frozen, subject, deadline):
+                return assembly.finish()
+
+    async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        """Retire exactly the snapshot that was consumed; a tombstone goes on refusing late writers.
+
+        True if it is retired, now or by the same drop before. False, and nothing touched, if anything is
+        newer, the id is another's, or the rollout was never frozen.
+
+        Raises:
+            InvalidIdentifierError: a malformed id; nothing was sent.
+            CorruptRecordError, UnsupportedFormatError: as for ``freeze``.
+            BackendUnavailableError: not confirmed in time; repeating it is safe.
+
+        """
+        call = scripts.drop(
+            self._key(rollout_id),
+            snapshot_id=snapshot_id,
+            version=version,
+            tombstone_ttl_s=self._settings.tombstone_ttl_s,
+        )
+        executor = self._executors.get()
+        reply = await executor.run(call, Subject(rollout_id), deadline=executor.deadline())
+        return reply.code == "OK"
+
+    async def retire(self, rollout_ids: Iterable[str]) -> dict[str, list[str]]:
+        """Retire rollouts without asking for their snapshots; the fence stays, for unknown ids too.
+
+        Returns ``{"removed": [...], "absent": [...]}``, each id once, in the order given: ``removed`` held
+        an entry, a mark, an intent or a refusal.
+
+        Raises:
+            TypeError: a bare string, or no iterable. Nothing was touched.
+            InvalidIdentifierError: a malformed id among them. Nothing was touched.
+            CorruptRecordError, UnsupportedFormatError: as for ``freeze``; other ids may be retired.
+            BackendUnavailableError: not confirmed in time; repeating it is safe.
+
+        """
+        return await self._end(rollout_ids, self._retire_attempt)
+
+    async def delete(self, rollout_ids: Iterable[str]) -> dict[str, list[str]]:
+        """Remove rollouts with their fences, so that the ids can be used again.
+
+        Returns and raises what ``retire`` does. A writer that was announced to the removed attempt is
+        still refused; one that was not cannot be told from a new one.
+        """
+        return await self._end(rollout_ids, self._delete_attempt)
+
+    async def _read(
+        self,
+        executor: Executor,
+        assembly: SnapshotAssembly,
+        key: bytes,
+        frozen: scripts.Frozen,
+        subject: Subject,
+        deadline: float,
+    ) -> bool:
+        """Read all chunks into ``assembly``. False if the rollout was marked meanwhile."""
+        chunk, incarnation, version = frozen.chunk, frozen.reply.incarnation, frozen.reply.version
+        await _add(assembly, chunk)
+        while chunk.next_seq <= assembly.last_seq:
+            call = scripts.read(
+                key,
+                incarnation=incarnation,
+                version=version,
+                from_seq=chunk.next_seq,
+                max_bytes=self._settings.chunk_bytes,
+            )
+            reply = await executor.run(call, subject, deadline=deadline)
+            if reply.code == "CHANGED":
+                return False
+            if reply.code != "OK":
+                raise_refusal(reply, subject)
+            chunk = scripts.Chunk.parse(*reply.rest)
+            await _add(assembly, chunk)
+        return True
+
+    async def _end(self, rollout_ids: Iterable[str], end_attempt: Any) -> dict[str, list[str]]:
+        if isinstance(rollout_ids, str | bytes):
+            raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
+        keys = {rollout_id: self._key(rollout_id) for rollout_id in rollout_ids}
+        executor = self._executors.get()
+        deadline = executor.deadline()
+        async with asyncio.TaskGroup() as group:
+            ends = {
+                rollout_id: group.create_task(end_attempt(executor, key, Subject(rollout_id), deadline))
+                for rollout_id, key in keys.items()
+            }
+        return {
+            "removed": [rollout_id for rollout_id, end in ends.items() if end.result()],
+            "absent": [rollout_id for rollout_id, end in ends.items() if not end.result()],
+        }
+
+    async def _retire_attempt(
+        self, executor: Executor, key: bytes, subject: Subject, deadline: float
+    ) -> bool:
+        tombstone = new_incarnation()
+        while True:
+            there = await executor.run(scripts.peek(key), subject, deadline=deadline)
+            call = scripts.retire(
+                key,
+                incarnation=there.incarnation,
+                new_incarnation=tombstone,
+                tombstone_ttl_s=self._settings.tombstone_ttl_s,
+            )
+            reply = await executor.run(call, subject, deadline=deadline)
+            if reply.code == "OK":
+                return _held(there)
+
+    async def _delete_attempt(
+        self, executor: Executor, key: bytes, subject: Subject, deadline: float
+    ) -> bool:
+        while True:
+            there = await executor.run(scripts.peek(key), subject, deadline=deadline)
+            if there.code == "ABSENT":
+                return False
+            call = scripts.delete(key, incarnation=there.incarnation)
+            reply = await executor.run(call, subject, deadline=deadline)
+            if reply.code == "OK":
+                return _held(there)
+
+
+def _held(there: scripts.Reply) -> bool:
+    return there.code == "OK" and bool(there.rest[0])
+
+
+async def _add(assembly: SnapshotAssembly, chunk: scripts.Chunk) -> None:
+    if sum(len(row.value or b"") for row in chunk.rows) > _DECODE_IN_LOOP_BYTES:
+        await asyncio.to_thread(assembly.add, chunk)
+    else:
+        assembly.add(chunk)
