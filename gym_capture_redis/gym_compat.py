@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib
 import logging
 from functools import cache
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ def gym_package() -> ModuleType | None:
         except ModuleNotFoundError as error:
             if error.name is None or not name.startswith(error.name):
                 logger.warning("%s is installed but cannot be imported: %s.", name, error)
-        except ImportError as error:
+        except Exception as error:  # noqa: BLE001  # a syntax error too, where Gym needs a newer Python
             logger.warning("%s is installed but cannot be imported: %s.", name, error)
     return None
 
@@ -38,9 +41,32 @@ def gym_attribute(module: str, name: str) -> Any | None:
     if package is None:
         return None
     try:
-        return getattr(importlib.import_module(f"{package.__name__}.{module}"), name, None)
+        home: ModuleType = importlib.import_module(f"{package.__name__}.{module}")
     except ModuleNotFoundError:
-        return getattr(package, name, None)
+        home = package
+    return getattr(home, name, getattr(package, name, None))
+
+
+def shared_objects(module: str, names: Sequence[str]) -> dict[str, Any]:
+    """Gym's own objects of these names, or an empty dict where there is no Gym.
+
+    All or nothing. Half of Gym's and half of ours would look right and capture nothing: a context set
+    in one variable would be looked for in the other.
+
+    Raises:
+        ImportError: Gym is here but lacks some of the names; the message says which.
+
+    """
+    if gym_package() is None:
+        return {}
+    found = {name: gym_attribute(module, name) for name in names}
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise ImportError(
+            f"The installed NeMo Gym has no {', '.join(missing)} to share, so captured tokens could go "
+            "unnoticed past it. Install a version of gym-capture-redis and of nemo-gym that fit."
+        )
+    return found
 
 
 @cache
