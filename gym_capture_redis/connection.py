@@ -48,8 +48,8 @@ class Link:
     async def pipeline(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
         """Send all commands at once and return the replies in order, error replies as exceptions.
 
-        Connects first where there is no connection. After any exception, cancellation included, the
-        connection is closed: what was sent may still be executed.
+        Connects first where there is no connection. After any exception, cancellation included, the link
+        must be closed: replies may still be under way, and what was sent may still be executed.
 
         Raises:
             redis.exceptions.RedisError, OSError: the connection failed; none of the replies is known.
@@ -59,12 +59,8 @@ class Link:
         pipe = self._client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
-        try:
-            # Never raise_on_error: that quotes the beginning of the command, token data included.
-            replies: list[Any] = await pipe.execute(raise_on_error=False)
-        except BaseException:
-            await self._client.connection_pool.disconnect()
-            raise
+        # Never raise_on_error: that quotes the beginning of the command, token data included.
+        replies: list[Any] = await pipe.execute(raise_on_error=False)
         return replies
 
     async def close(self) -> None:
@@ -128,32 +124,27 @@ class EmbeddedLease:
     """Holds the embedded server for as long as an executor needs it; nothing for other URLs."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
-        self._settings = settings
+        self._url, self._durability = settings.url, settings.durability
         self._server: EmbeddedServer | None = None
-        self._starting: asyncio.Lock | None = None
 
     async def acquire(self) -> EmbeddedServer | None:
-        """Start or join the server that the URL names. None for a URL of another kind."""
-        if self._settings.url.scheme != "embedded":
+        """Start or join the server that the URL names, again if it has gone. None for other URLs."""
+        if self._url.scheme != "embedded":
             return None
         from gym_capture_redis.embedded import EmbeddedServer
 
-        self._starting = self._starting or asyncio.Lock()
-        async with self._starting:
-            if self._server is None:
-                server = EmbeddedServer(
-                    self._settings.url.path or None,
-                    appendfsync="always" if self._settings.durability == "fsync" else "everysec",
-                )
-                await asyncio.to_thread(server.start)
-                self._server = server
+        if self._server is None:
+            self._server = EmbeddedServer(
+                self._url.path or None, appendfsync="always" if self._durability == "fsync" else "everysec"
+            )
+        await asyncio.to_thread(self._server.start)
         return self._server
 
-    def release(self) -> None:
+    async def release(self) -> None:
         """Let the server go; it ends when nobody else holds it."""
         server, self._server = self._server, None
         if server is not None:
-            server.stop()
+            await asyncio.to_thread(server.stop)
 
 
 async def _ask(connection: Connection) -> ServerFacts:

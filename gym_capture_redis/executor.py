@@ -104,7 +104,7 @@ class Executor:
         await asyncio.gather(*lanes, return_exceptions=True)
         while not self._queue.empty():
             _fail(self._queue.get_nowait(), BackendUnavailableError("the client was closed"))
-        self._embedded.release()
+        await self._embedded.release()
 
     def _submit(self, call: Call, deadline: float, *, by_source: bool, urgent: bool) -> asyncio.Future[Reply]:
         loop = asyncio.get_running_loop()
@@ -130,14 +130,15 @@ class Executor:
                     async with asyncio.timeout_at(max(job.deadline for job in batch)):
                         link = link or Link(self._settings, await self._embedded.acquire())
                         await self._send(link, batch)
-                except Exception as error:  # noqa: BLE001 - whatever it is belongs to the callers; the lane lives on
+                except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
                     _fail_all(batch, error)
+                    await _close(link)
+                    link = None
                 except BaseException:
                     _fail_all(batch, BackendUnavailableError("the client was closed before an answer came"))
                     raise
         finally:
-            if link is not None:
-                await link.close()
+            await _close(link)
 
     def _batch(self, first: _Job) -> list[_Job]:
         """Take what waits, as far as it goes well together; callers that left are passed over."""
@@ -198,6 +199,12 @@ class PerLoop:
         executor = self._executors.pop(asyncio.get_running_loop(), None) if self._pid == os.getpid() else None
         if executor is not None:
             await executor.close()
+
+
+async def _close(link: Link | None) -> None:
+    """Close a connection that failed or is not needed; replies may still be under way on it."""
+    if link is not None:
+        await link.close()
 
 
 def _retrieve(future: asyncio.Future[Reply]) -> None:
