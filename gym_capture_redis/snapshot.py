@@ -16,7 +16,7 @@ from gym_capture_redis.protocols import IncompleteCode, IncompleteReason, Refusa
 from gym_capture_redis.scripts import Chunk, Frozen, Row
 
 _FAILURE_CODES = {
-    b"marked": (IncompleteCode.MARKED, "marked incomplete"),
+    b"marked": (IncompleteCode.MARKED, "reported as lost by its worker"),
     b"conflict": (IncompleteCode.CONFLICT, "reported with two different contents"),
 }
 
@@ -38,8 +38,8 @@ class SnapshotAssembly:
 
     @property
     def last_seq(self) -> int:
-        """Number of the newest step of the rollout."""
-        return self._frozen.reply.seq
+        """Number of the newest step there can be: each has a field, so a damaged number ends there too."""
+        return min(self._frozen.reply.seq, self._frozen.facts.hash_fields)
 
     def add(self, chunk: Chunk) -> None:
         """Decode what one reply brought.
@@ -125,7 +125,7 @@ class SnapshotAssembly:
 
     def _check_counts(self) -> None:
         facts = self._frozen.facts
-        expected = facts.expected_hash_fields(self.last_seq)
+        expected = facts.expected_hash_fields(self._frozen.reply.seq)
         if facts.hash_fields != expected:
             self._tampered(f"the hash has {facts.hash_fields} fields instead of {expected}")
         wanted = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from gym_capture_redis import gym_compat, scripts
@@ -18,6 +18,9 @@ from gym_capture_redis.snapshot import SnapshotAssembly
 
 _DECODE_IN_LOOP_BYTES = 256 * 2**10
 """Chunks above this size are decoded on a thread, so that they do not hold the event loop."""
+
+
+_EndAttempt = Callable[[Executor, bytes, Subject, float], Awaitable[bool]]
 
 
 class RedisTokenSource(Endpoint[SourceSettings]):
@@ -158,21 +161,23 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             await _add(assembly, chunk)
         return True
 
-    async def _end(self, rollout_ids: Iterable[str], end_attempt: Any) -> dict[str, list[str]]:
+    async def _end(self, rollout_ids: Iterable[str], end_attempt: _EndAttempt) -> dict[str, list[str]]:
         if isinstance(rollout_ids, str | bytes):
             raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
         keys = {rollout_id: self._key(rollout_id) for rollout_id in rollout_ids}
         executor = self._executors.get()
         deadline = executor.deadline()
-        async with asyncio.TaskGroup() as group:
-            ends = {
-                rollout_id: group.create_task(end_attempt(executor, key, Subject(rollout_id), deadline))
-                for rollout_id, key in keys.items()
-            }
-        return {
-            "removed": [rollout_id for rollout_id, end in ends.items() if end.result()],
-            "absent": [rollout_id for rollout_id, end in ends.items() if not end.result()],
-        }
+        # All of them go on when one fails, and the error raised is that one, not a group of them.
+        outcomes = await asyncio.gather(
+            *(end_attempt(executor, key, Subject(rollout_id), deadline) for rollout_id, key in keys.items()),
+            return_exceptions=True,
+        )
+        ended: dict[str, list[str]] = {"removed": [], "absent": []}
+        for rollout_id, outcome in zip(keys, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            ended["removed" if outcome else "absent"].append(rollout_id)
+        return ended
 
     async def _retire_attempt(
         self, executor: Executor, key: bytes, subject: Subject, deadline: float

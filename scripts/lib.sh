@@ -1,10 +1,18 @@
 # What the scripts share: finding an interpreter and making an environment. Sourced, not run.
 
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 supported_pythons="3.13 3.12 3.11"
 
-step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+step() { printf '\n== %s\n' "$*"; }
 
-is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' 2>/dev/null; }
+fail() {
+    echo "scripts/$(basename "$0"): $*" >&2
+    exit 2
+}
+
+is_supported() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+minor_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
 # All interpreters of version $1: on the PATH, then those that pyenv keeps.
 candidates() {
@@ -12,36 +20,55 @@ candidates() {
     ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python 2>/dev/null || true
 }
 
+# Sets $python: the one that $PYTHON names, else python3, else the newest supported one there is.
 find_python() {
-    local version candidate
-    if [ -n "${PYTHON:-}" ]; then
-        is_supported "$PYTHON" && { echo "$PYTHON"; return; }
-        echo "PYTHON=$PYTHON is not a Python 3.11 or newer" >&2
-        return 1
+    local candidate
+    if [[ -n ${PYTHON:-} ]]; then
+        is_supported "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.11 or newer"
+        python=$PYTHON
+        return
     fi
     for candidate in python3 $(for version in $supported_pythons; do candidates "$version"; done); do
-        is_supported "$candidate" && { echo "$candidate"; return; }
+        if is_supported "$candidate"; then
+            python=$candidate
+            return
+        fi
     done
-    echo "no Python 3.11 or newer was found; install one, or name it with PYTHON=/path/to/python3" >&2
-    return 1
+    fail "there is no Python 3.11 or newer; install one, or name it: PYTHON=/path/to/python3 scripts/$(basename "$0")"
 }
 
 # One interpreter for each supported version other than that of $1.
 other_pythons() {
-    local version candidate used
-    used=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    local version candidate
     for version in $supported_pythons; do
-        [ "$version" = "$used" ] && continue
+        [[ $version == "$(minor_version "$1")" ]] && continue
         for candidate in $(candidates "$version"); do
-            is_supported "$candidate" && { echo "$candidate"; break; }
+            is_supported "$candidate" && echo "$candidate" && break
         done
     done
 }
 
-# make_environment PYTHON DIRECTORY REQUIREMENT…: the wheel of this checkout, not its source tree.
+# make_environment PYTHON DIRECTORY EXTRAS [REQUIREMENT…]: installs the wheel of this checkout, not its source
+# tree, with its extras. As long as nothing changed, nothing is installed again and no network is needed.
 make_environment() {
-    local python=$1 directory=$2
-    shift 2
-    [ -x "$directory/bin/python" ] || "$python" -m venv "$directory"
-    "$directory/bin/python" -m pip install -q --disable-pip-version-check "$@"
+    local python=$1 venv=$2 extras=$3 interpreter contents
+    shift 3
+    # An environment holds absolute paths: it is made anew for another Python or when the checkout was moved.
+    interpreter="$(command -v "$python") $("$python" --version) $root"
+    if [[ ! -f $venv/interpreter || "$(<"$venv/interpreter")" != "$interpreter" ]]; then
+        echo "making an environment in $(basename "$venv") ..."
+        rm -rf "$venv"
+        "$python" -m venv "$venv" ||
+            fail "$python cannot make an environment (Debian and Ubuntu: apt install python3-venv)"
+        echo "$interpreter" >"$venv/interpreter"
+    fi
+    contents="$extras $* $(cd "$root" && find pyproject.toml gym_capture_redis -type f ! -name '*.pyc' -print0 |
+        sort -z | xargs -0 cksum)"
+    if [[ ! -f $venv/contents || "$(<"$venv/contents")" != "$contents" ]]; then
+        rm -f "$venv/contents"
+        echo "installing gym-capture-redis[$extras] from this checkout ..."
+        "$venv/bin/python" -m pip install -q --disable-pip-version-check --upgrade "$root[$extras]" "$@" ||
+            fail "the installation failed; what pip said is above"
+        echo "$contents" >"$venv/contents"
+    fi
 }

@@ -9,6 +9,17 @@ local key = KEYS[1]
 
 local NUMBERS = {'format', 'version', 'seq', 'records', 'intents', 'failures', 'refusals', 'bytes'}
 
+local MAX_NUMBER = 2 ^ 53
+
+-- A snapshot id is given by the freeze and stays; a rollout may be retired without one.
+local function valid_status(state)
+  local status, snapshot = state.status, state.snapshot
+  if not string.find(state.incarnation, '^[%w-]+$') then return false end
+  if status == 'open' then return snapshot == '' end
+  if status == 'retired' and snapshot == '' then return true end
+  return (status == 'frozen' or status == 'retired') and string.find(snapshot, '^[%w-]+$') ~= nil
+end
+
 -- The rollout's state as a table, or nil where there is none; the second value is an error.
 local function load_state()
   local fields = {}
@@ -24,13 +35,18 @@ local function load_state()
     return nil, redis.error_reply('CORRUPT the state of the rollout lacks ' .. (#STATE - present) .. ' fields')
   end
   for _, name in ipairs(NUMBERS) do
-    state[name] = tonumber(state[name])
-    if not state[name] then
+    local number = tonumber(state[name])
+    if not number then
       return nil, redis.error_reply('CORRUPT the state field ' .. name .. ' is not a number')
     end
+    if name == 'format' and number > FORMAT then return nil, redis.error_reply('NEWER ' .. number) end
+    if number < 0 or number > MAX_NUMBER or number ~= math.floor(number) then
+      return nil, redis.error_reply('CORRUPT the state field ' .. name .. ' is not a count')
+    end
+    state[name] = number
   end
-  if state.format > FORMAT then
-    return nil, redis.error_reply('NEWER ' .. state.format)
+  if not valid_status(state) then
+    return nil, redis.error_reply('CORRUPT the status, snapshot and incarnation do not go together')
   end
   return state, nil
 end
@@ -58,15 +74,17 @@ local function reply(code, state, ...)
   return {code, state.incarnation, state.seq, state.version, ...}
 end
 
--- Writes the failure of a call, as one step.
+-- Writes the failure of a call, as one step. The first reason stays: a put that met a conflict is
+-- followed by a mark of the same call, which knows less.
 local function mark_failure(state, call, failure_code)
   local now = redis.call('TIME')
   local failed_ms = now[1] * 1000 + math.floor(now[2] / 1000)
   local field = 'f:' .. call
-  if redis.call('HEXISTS', key, field) == 0 then state.failures = state.failures + 1 end
+  state.failures = state.failures
+    + redis.call('HSETNX', key, field, string.format('%.0f ', failed_ms) .. failure_code)
   state.seq = state.seq + 1
   state.version = state.version + 1
-  redis.call('HSET', key, 'o:' .. state.seq, field, field, string.format('%.0f ', failed_ms) .. failure_code,
+  redis.call('HSET', key, 'o:' .. state.seq, field,
     's:seq', state.seq, 's:version', state.version, 's:failures', state.failures)
 end
 
