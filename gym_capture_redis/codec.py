@@ -15,6 +15,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import msgpack
@@ -42,6 +43,7 @@ _UNSIGNED = ("u1", "u2", "u4", "u8")
 _SIGNED = ("i1", "i2", "i4", "i8")
 _FLOATS = ("f4", "f8")
 _MAX_ID = 2**63 - 1
+_ROWS_AT_ONCE = 256
 _ROUTE_STRING = re.compile(r"nrlre1:[a-z0-9]+:[0-9x]+:")
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException)
 
@@ -137,7 +139,8 @@ def decode(
     """
     about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
     try:
-        fields = msgpack.unpackb(record, strict_map_key=False)
+        # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
+        fields = msgpack.unpackb(record, strict_map_key=True)
         rest, experts = fields["e"], fields["x"]
         prompt = _packed(fields["p"], _UNSIGNED)
         generation = _packed(fields["g"], _UNSIGNED)
@@ -155,34 +158,51 @@ def decode(
     return _build(entry_type, rest, prompt, generation, log_probs, about)
 
 
-def encode_details(details: dict[str, Any]) -> bytes:
-    """Msgpack of a refusal's details.
+def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict[str, Any]) -> bytes:
+    """What is stored of a refusal after its code: a digest of 32 bytes, then msgpack of the details.
 
     Raises:
-        InvalidRecordError: a value that msgpack cannot carry.
+        InvalidRecordError: a detail that msgpack cannot carry.
 
     """
     try:
         packed: bytes = msgpack.packb(details)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidRecordError(f"the details of the refusal cannot be encoded: {_reason(error)}") from None
-    return packed
+        stored = _refusal_digest(rollout_id, model_call_id, code, packed) + packed
+        decode_refusal(rollout_id, model_call_id, code, stored)  # what no reader could load ends here
+    except (CorruptRecordError, *_UNREADABLE) as error:
+        raise InvalidRecordError(
+            f"the details of the refusal cannot be encoded: {_reason(error)}",
+            rollout_id=rollout_id,
+            model_call_id=model_call_id,
+        ) from None
+    return stored
 
 
-def decode_details(packed: bytes) -> dict[str, Any]:
-    """Read what ``encode_details`` wrote.
+def decode_refusal(rollout_id: str, model_call_id: str, code: str, stored: bytes) -> dict[str, Any]:
+    """Details of a refusal from what ``encode_refusal`` gave.
 
     Raises:
-        CorruptRecordError: other bytes.
+        CorruptRecordError: the bytes are not those that were stored for this call and code.
 
     """
+    digest, packed = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
     try:
-        details = msgpack.unpackb(packed, strict_map_key=False)
+        details = msgpack.unpackb(packed, strict_map_key=True)
+        intact = _refusal_digest(rollout_id, model_call_id, code, packed) == digest
     except _UNREADABLE:
-        details = None
-    if not isinstance(details, dict):
-        raise CorruptRecordError("the stored details of a refusal are damaged")
+        intact = False
+    if not intact or not isinstance(details, dict):
+        raise CorruptRecordError(
+            f"the stored refusal of call {model_call_id!r} of rollout {rollout_id} is damaged",
+            rollout_id=rollout_id,
+            model_call_id=model_call_id,
+        )
     return details
+
+
+def _refusal_digest(rollout_id: str, model_call_id: str, code: str, packed: bytes) -> bytes:
+    head = _canonical_json([rollout_id, model_call_id, code])
+    return hashlib.blake2b(head + packed, digest_size=DIGEST_BYTES).digest()
 
 
 def _content_without_arrays(entry: Any) -> dict[str, Any]:
@@ -287,16 +307,52 @@ def _pack_experts(entry: Any) -> list[Any] | None:
         return None
     if isinstance(experts, str):
         return _pack_route_string(experts) or ["json", experts]
-    if isinstance(experts, list | np.ndarray):
-        try:
-            array = np.asarray(experts)
-        except (ValueError, OverflowError):
-            array = None  # ragged, or beyond 64 bits
-        if array is not None and array.dtype.kind in "iu" and array.size:
-            packed = _narrowed(array, _UNSIGNED if array.min() >= 0 else _SIGNED)
-            return ["nested", packed.type, list(array.shape), packed.raw]
+    array = experts if isinstance(experts, np.ndarray) else _nested_integers(experts)
+    if array is not None and array.dtype.kind in "iu" and array.size:
+        packed = _narrowed(array, _UNSIGNED if array.min() >= 0 else _SIGNED)
+        return ["nested", packed.type, list(array.shape), packed.raw]
+    if isinstance(experts, np.ndarray):
+        return ["json", experts.tolist()]
     dumped = entry.model_dump(mode="json", include={"routed_experts"}, warnings=False)
     return ["json", dumped["routed_experts"]]
+
+
+def _nested_integers(nested: Any) -> np.ndarray[Any, Any] | None:
+    """A rectangular nested list of integers as an array, or None if it is anything else.
+
+    Converted in pieces: one call of numpy would hold the interpreter for a large list's whole time.
+    """
+    if not isinstance(nested, list | tuple):
+        return None
+    pieces: list[np.ndarray[Any, Any]] = []
+    for start in range(0, len(nested), _ROWS_AT_ONCE):
+        rows = nested[start : start + _ROWS_AT_ONCE]
+        try:
+            piece = np.asarray(rows)
+        except (ValueError, OverflowError):
+            return None  # ragged, or beyond 64 bits
+        if piece.dtype.kind not in "iu" or _holds_booleans(rows, piece.ndim):
+            return None
+        if pieces and piece.shape[1:] != pieces[0].shape[1:]:
+            return None
+        pieces.append(piece.astype(_signed_type(piece)))
+    whole = np.concatenate(pieces) if pieces else None
+    # Beside a negative number one above int64 makes numpy take floats.
+    return whole if whole is not None and whole.dtype.kind in "iu" else None
+
+
+def _signed_type(piece: np.ndarray[Any, Any]) -> np.dtype[Any]:
+    """The narrowest signed type that holds all; signed, since numpy joins int64 and uint64 as floats."""
+    low, high = int(piece.min()), int(piece.max())
+    return np.min_scalar_type(min(low, -high - 1)) if high <= _MAX_ID else piece.dtype
+
+
+def _holds_booleans(rows: Any, depth: int) -> bool:
+    """Numpy takes True for 1 where integers stand beside it; JSON does not."""
+    flat = rows
+    for _ in range(depth - 1):
+        flat = chain.from_iterable(flat)
+    return not {bool, np.bool_}.isdisjoint(map(type, flat))
 
 
 def _pack_route_string(experts: str) -> list[Any] | None:
@@ -315,7 +371,7 @@ def _unpack_experts(experts: Any) -> Any:
     match experts:
         case None:
             return None
-        case ["json", value]:
+        case ["json", value] if not isinstance(value, bytes):
             return value
         case ["route", head, raw]:
             return head + base64.b64encode(raw).decode("ascii")

@@ -38,6 +38,7 @@ class Link:
         self._settings = settings
         self._server = str(settings.url)
         self.run_id = ""
+        self._transport: asyncio.WriteTransport | None = None
         self._client = self._open_fake() if settings.url.scheme == "fakeredis" else self._open(embedded)
 
     @property
@@ -65,7 +66,14 @@ class Link:
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
+        self._abort()
         await self._client.aclose(close_connection_pool=True)
+
+    def _abort(self) -> None:
+        """Give up what was not sent yet; closing in the ordinary way would wait for the server to take it."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
 
     def _open(self, embedded: EmbeddedServer | None) -> Redis:
         settings, url = self._settings, self._settings.url
@@ -106,6 +114,7 @@ class Link:
         """Greet the server on a new connection and refuse one that cannot keep the promise."""
         try:
             await connection.on_connect()
+            self._transport = connection._writer.transport if connection._writer else None  # noqa: SLF001
             facts = await _ask(connection)
             check_server(
                 facts,

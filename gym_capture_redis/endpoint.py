@@ -1,4 +1,4 @@
-"""What sink and source share: settings, one executor for each event loop, closing, pickling."""
+"""What sink and source share: settings, one executor for each event loop, closing, what an outcome means."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Executor:
             CaptureError: what the server's refusal means (see ``faults.final_error``).
 
         """
-        by_source, attempt, last = False, 0, None
+        by_source, longest_pause_s, last = False, _FIRST_PAUSE_S / 2, None
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -90,11 +90,9 @@ class Executor:
                 if not is_transient(error):
                     raise _about(subject, final_error(error, self._server)) from None
                 last = error
-            pause_s = random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt))  # noqa: S311
-            attempt += 1
-            if asyncio.get_running_loop().time() + pause_s >= deadline:
-                raise self._no_answer(subject, last) from last
-            await asyncio.sleep(pause_s)
+            longest_pause_s = min(2 * longest_pause_s, _LONGEST_PAUSE_S)
+            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            await asyncio.sleep(min(random.uniform(0, longest_pause_s), left_s))  # noqa: S311 - jitter
 
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
@@ -188,9 +186,9 @@ class PerLoop:
         loop = asyncio.get_running_loop()
         executor = self._executors.get(loop)
         if executor is None:
-            self._executors = {
-                other: kept for other, kept in self._executors.items() if not other.is_closed()
-            }
+            # One at a time: another thread may add its own loop to the same dict meanwhile.
+            for other in [kept for kept in list(self._executors) if kept.is_closed()]:
+                self._executors.pop(other, None)
             executor = self._executors[loop] = self._make()
         return executor
 

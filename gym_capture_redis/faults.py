@@ -42,7 +42,16 @@ _REFUSED_CREDENTIALS = (
     redis_errors.AuthenticationWrongNumberOfArgsError,
 )
 
+_FORBIDDEN_IN_SCRIPT = ("ACL failure in script", "The user executing the script")
+"""How Valkey and Redis begin what they answer when a script calls what its user may not."""
+
 _MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
+    "WRONGPASS": (
+        ConfigurationError,
+        "refused the user or password; check the URL, username and password",
+    ),
+    "NOEVAL": (ConfigurationError, "runs no Lua scripts (EVAL, EVALSHA), which atomic steps need"),
+    "NODB": (ConfigurationError, "has no database of this number; choose another in the URL"),
     "OOM": (
         BackendUnavailableError,
         (
@@ -70,6 +79,7 @@ _MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
 
 def is_transient(error: BaseException) -> bool:
     """Whether repeating the same step may succeed: the server is away, starting, or moving."""
+    error = _unwrapped(error)
     if isinstance(error, _REFUSED_CREDENTIALS):
         return False
     return isinstance(error, _TRY_AGAIN) or _code(error) in _TRY_AGAIN_CODES
@@ -77,16 +87,10 @@ def is_transient(error: BaseException) -> bool:
 
 def final_error(error: BaseException, server: str) -> CaptureError:
     """Our error for an exception that repeating does not cure. ``server`` is shown in the message."""
+    error = _unwrapped(error)
     if isinstance(error, CaptureError):
         return error
-    if isinstance(error, _REFUSED_CREDENTIALS):
-        return ConfigurationError(
-            f"{server} refused the user or password; check the URL, username and password"
-        )
-    if "unknown command" in _text(error).lower():
-        return ConfigurationError(f"{server} runs no Lua scripts (EVAL, EVALSHA), which atomic steps need")
-    code = "OOM" if isinstance(error, redis_errors.OutOfMemoryError) else _code(error)
-    code = "NOPERM" if isinstance(error, redis_errors.NoPermissionError) else code
+    code = _meaning(error)
     if code in _MEANINGS:
         error_class, meaning = _MEANINGS[code]
         return error_class(f"{server} {meaning}")
@@ -100,6 +104,27 @@ def final_error(error: BaseException, server: str) -> CaptureError:
 def is_unknown_script(error: BaseException) -> bool:
     """Whether the server does not know the script's SHA-1 yet."""
     return isinstance(error, redis_errors.NoScriptError)
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What a unix connection of redis-py met in its greeting: it comes wrapped in a ConnectionError."""
+    cause = error.__cause__
+    wrapped = type(error) is redis_errors.ConnectionError and isinstance(cause, redis_errors.RedisError)
+    return cause if wrapped and cause is not None else error
+
+
+def _meaning(error: BaseException) -> str:
+    """The key in _MEANINGS of what has one, else the error code."""
+    text = _text(error)
+    if isinstance(error, _REFUSED_CREDENTIALS):
+        return "WRONGPASS"
+    if "unknown command" in text.lower():
+        return "NOEVAL"
+    if "db index" in text.lower():
+        return "NODB"
+    if isinstance(error, redis_errors.NoPermissionError) or text.startswith(_FORBIDDEN_IN_SCRIPT):
+        return "NOPERM"
+    return "OOM" if isinstance(error, redis_errors.OutOfMemoryError) else _code(error)
 
 
 def _text(error: BaseException) -> str:

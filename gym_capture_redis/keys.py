@@ -10,7 +10,7 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 ``r:<call>``   record
 ``n:<call>``   open intent: announced, neither recorded nor refused yet
 ``f:<call>``   failure: ``<unix ms> <code>``
-``x:<call>``   engine refusal: ``<code> NUL <msgpack details>``
+``x:<call>``   engine refusal: ``<code> NUL <digest> <msgpack details>``
 =============  =====================================================================
 """
 

@@ -203,7 +203,7 @@ def read(key: bytes, *, incarnation: str, version: int, from_seq: int, max_bytes
     return Call(Step.READ, key, (incarnation, version, from_seq, max_bytes))
 
 
-def drop(key: bytes, *, snapshot_id: str, version: int, tombstone_ttl_s: int) -> Call:
+def drop(key: bytes, *, snapshot_id: bytes, version: int, tombstone_ttl_s: int) -> Call:
     """``lua/drop.lua``."""
     return Call(Step.DROP, key, (snapshot_id, version, tombstone_ttl_s))
 

@@ -33,6 +33,10 @@ _SCHEMES: Mapping[str, Scheme] = {
     "fakeredis": "fakeredis",
 }
 
+_UNPARSABLE = "the Redis URL cannot be parsed: '#', '/', '?' and '@' in a password must be percent-encoded"
+_LONGEST_DB = 9
+"""Digits of a database number; far more than any server has."""
+
 _FORBID_EXTRA = ConfigDict(extra="forbid", frozen=True)
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -69,9 +73,9 @@ class ServerUrl(BaseModel):
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
-            raise ConfigurationError(
-                "the Redis URL cannot be parsed: '#', '/', '?' and '@' in a password must be percent-encoded"
-            ) from None
+            raise ConfigurationError(_UNPARSABLE) from None
+        if port == 0 or "@" in parts.query:  # what follows a '?' in a password looks like a query
+            raise ConfigurationError(_UNPARSABLE)
         scheme = _SCHEMES.get(parts.scheme)
         if scheme is None:
             named = (
@@ -123,7 +127,7 @@ def _location(scheme: Scheme, parts: SplitResult) -> tuple[int, str]:
         raise ConfigurationError("a unix: URL needs the path of the socket, as in unix:///run/redis.sock")
     if scheme in ("unix", "embedded") and parts.netloc.rpartition("@")[2]:
         raise ConfigurationError(f"{scheme}: takes an absolute path, as in {scheme}:///absolute/path")
-    if db and not (db.isascii() and db.isdigit()):
+    if db and not (db.isascii() and db.isdigit() and len(db) <= _LONGEST_DB):
         raise ConfigurationError("the database in the Redis URL is not a number, as in redis://host:6379/0")
     return int(db or 0), path
 

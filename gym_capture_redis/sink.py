@@ -142,7 +142,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             new_incarnation=new_incarnation(),
             incarnation=announced.incarnation if announced else "",
             code=code,
-            details=codec.encode_details(details),
+            details=codec.encode_refusal(rollout_id, model_call_id, code, details),
         )
         executor = self._executors.get()
         reply = await executor.run(call, subject, deadline=executor.deadline(), urgent=True)

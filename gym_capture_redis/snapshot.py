@@ -117,11 +117,14 @@ class SnapshotAssembly:
         self._incomplete(code, call, f"{text} {_at(when)}".rstrip())
 
     def _add_refusal(self, call: str, value: bytes) -> None:
-        code, _, details = value.partition(b"\0")
+        code, _, stored = value.partition(b"\0")
         try:
-            self._refusals.append(Refusal(call, code.decode("utf-8"), codec.decode_details(details)))
+            text = code.decode("utf-8")
+            details = codec.decode_refusal(self._rollout_id, call, text, stored)
         except (CorruptRecordError, UnicodeDecodeError):
             self._incomplete(IncompleteCode.CORRUPT, call, "the stored refusal is damaged")
+        else:
+            self._refusals.append(Refusal(call, text, details))
 
     def _check_counts(self) -> None:
         facts = self._frozen.facts

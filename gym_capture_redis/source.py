@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -95,14 +96,18 @@ class RedisTokenSource(Endpoint[SourceSettings]):
 
         Raises:
             InvalidIdentifierError: a malformed id; nothing was sent.
+            TypeError: ``snapshot_id`` is no string, or ``version`` no integer; nothing was sent.
             CorruptRecordError, UnsupportedFormatError: as for ``freeze``.
             BackendUnavailableError: not confirmed in time; repeating it is safe.
 
         """
+        # Checked here: what redis-py cannot send would fail every step in the same pipeline.
+        if not isinstance(snapshot_id, str):
+            raise TypeError(f"snapshot_id must be a string, not a {type(snapshot_id).__name__}")
         call = scripts.drop(
             self._key(rollout_id),
-            snapshot_id=snapshot_id,
-            version=version,
+            snapshot_id=snapshot_id.encode("utf-8", "replace"),
+            version=operator.index(version),
             tombstone_ttl_s=self._settings.tombstone_ttl_s,
         )
         executor = self._executors.get()

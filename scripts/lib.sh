@@ -24,7 +24,8 @@ candidates() {
 find_python() {
     local candidate
     if [[ -n ${PYTHON:-} ]]; then
-        is_supported "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.11 or newer"
+        command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON; set PYTHON to a Python 3.11 or newer"
+        is_supported "$PYTHON" || fail "$PYTHON is Python $(minor_version "$PYTHON"); 3.11 or newer is needed"
         python=$PYTHON
         return
     fi

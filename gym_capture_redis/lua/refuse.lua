@@ -4,7 +4,7 @@
 -- ARGV[2]  incarnation of the attempt that the call belongs to, or '' for whichever is there
 -- ARGV[3]  call
 -- ARGV[4]  refusal code
--- ARGV[5]  details
+-- ARGV[5]  digest and details
 -- Reply    OK | SAME (refused with this code already) | OTHER_CODE (nothing changed) |
 --          CONFLICT (recorded already: the rollout is now incomplete) | FROZEN | RETIRED
 -- Repeat   safe: SAME

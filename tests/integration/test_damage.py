@@ -1,0 +1,279 @@
+"""Damage behind the transport's back is noticed: refused in clear words, or incomplete with a reason.
+
+Edits of several fields that agree with each other cannot be noticed and are not tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from support.damage import Edit, edits_of
+from support.sample_entries import exact_dump, sample_entry
+from support.servers import RealServer
+
+from gym_capture_redis.errors import (
+    BackendUnavailableError,
+    CaptureError,
+    CorruptRecordError,
+    TokenCaptureFrozenError,
+    UnsupportedFormatError,
+)
+from gym_capture_redis.keys import rollout_key
+from gym_capture_redis.protocols import TokenCaptureSnapshot
+from gym_capture_redis.sink import RedisTokenSink
+from gym_capture_redis.source import RedisTokenSource
+
+ROLLOUT = "rollout"
+TIMEOUT_S = 20.0
+REFUSAL: dict[str, Any] = {"code": "overloaded", "retry_after": 3, "why": "queue is full"}
+
+
+class Rollout:
+    """A rollout on a real server that can be damaged and restored."""
+
+    def __init__(self, server: RealServer, namespace: str) -> None:
+        self.redis = server.client()
+        self.key = rollout_key(namespace, ROLLOUT)
+        self.sink = RedisTokenSink(server.url, namespace=namespace, timeout_s=TIMEOUT_S)
+        self.source = RedisTokenSource(server.url, namespace=namespace, timeout_s=TIMEOUT_S)
+        self.puts = {
+            call: sample_entry(ROLLOUT, call, parent_call_id=parent)
+            for call, parent in (("a", None), ("b", "a"))
+        }
+        self._dump: Any = None
+
+    async def fill(self, kind: str) -> None:
+        """Write two records and a refusal; ``lost``: with an open intent, ``marked``: with a failure."""
+        await self.sink.begin_call(ROLLOUT, "a")
+        for entry in self.puts.values():
+            await self.sink.put(entry)
+        await self.sink.record_engine_refusal(ROLLOUT, model_call_id="c", **REFUSAL)
+        if kind == "lost":
+            await self.sink.begin_call(ROLLOUT, "d")
+        if kind == "marked":
+            await self.sink.mark_incomplete(ROLLOUT, "d")
+
+    def save(self) -> dict[bytes, bytes]:
+        self._dump = self.redis.dump(self.key)
+        fields: Any = self.redis.hgetall(self.key)
+        return dict(fields)
+
+    def restore(self) -> None:
+        self.redis.restore(self.key, 0, self._dump, replace=True)
+
+    async def problem_of(self, edit: Edit, *, complete: bool) -> str | None:
+        """Damage the rollout, freeze it, and say what is wrong with the outcome."""
+        self.restore()
+        edit.apply(self.redis, self.key)
+        try:
+            snapshot = await self.source.freeze(ROLLOUT)
+        except BackendUnavailableError as error:
+            return f"looks like a server that is away: {error}"
+        except CaptureError as error:
+            return None if ROLLOUT in str(error) else f"an error that does not name the rollout: {error}"
+        except Exception as error:  # noqa: BLE001 - what this test is about
+            return f"raises {error!r}"
+        return self.false_content(snapshot, complete=complete) or await self.broken_fence(snapshot)
+
+    def false_content(self, snapshot: TokenCaptureSnapshot, *, complete: bool) -> str | None:
+        for entry in snapshot.entries:
+            if exact_dump(entry) != exact_dump(self.puts[entry.model_call_id]):
+                return "gives another entry"
+        if snapshot.incomplete:
+            return None if all(reason.detail for reason in snapshot.reasons) else "no reason is given"
+        if not complete:
+            return "hides that a call was lost"
+        original = self.is_the_original(snapshot)
+        return None if original else f"looks complete with other content: {snapshot.refusals}"
+
+    def is_the_original(self, snapshot: TokenCaptureSnapshot) -> bool:
+        (refusal,) = snapshot.refusals or (None,)
+        return (
+            {entry.model_call_id for entry in snapshot.entries} == set(self.puts)
+            and refusal is not None
+            and (refusal.model_call_id, {"code": refusal.code, **refusal.details}) == ("c", REFUSAL)
+        )
+
+    async def broken_fence(self, snapshot: TokenCaptureSnapshot) -> str | None:
+        """Damage that changed no content is harmless only if the frozen rollout goes on as one."""
+        if snapshot.incomplete:
+            return None
+        try:
+            await self.sink.put(sample_entry(ROLLOUT, "late"))
+        except TokenCaptureFrozenError:
+            pass
+        except CaptureError as error:
+            return f"looks complete, and a late put gets {error!r}"
+        else:
+            return "takes a put after its freeze"
+        again = await self.source.freeze(ROLLOUT)
+        if (again.snapshot_id, again.version) != (snapshot.snapshot_id, snapshot.version):
+            return "has another snapshot at every freeze"
+        if not await self.source.drop(ROLLOUT, snapshot_id=snapshot.snapshot_id, version=snapshot.version):
+            return "cannot be dropped"
+        return None
+
+
+@pytest.fixture
+async def rollout(real_server: RealServer, namespace: str) -> AsyncIterator[Rollout]:
+    prepared = Rollout(real_server, namespace)
+    yield prepared
+    await prepared.sink.close()
+    await prepared.source.close()
+    prepared.redis.close()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["while open", "after freeze"])
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        *(("whole", prefix) for prefix in ("s:", "o:", "i:", "r:", "x:")),
+        *(("lost", prefix) for prefix in ("s:", "o:", "n:", "r:")),
+        *(("marked", prefix) for prefix in ("s:", "o:", "f:", "i:")),
+    ],
+)
+async def test_damage_to_one_field_is_noticed_or_changes_nothing(
+    rollout: Rollout, kind: str, prefix: str, *, frozen: bool
+) -> None:
+    await rollout.fill(kind)
+    if frozen:
+        await rollout.source.freeze(ROLLOUT)
+    fields = rollout.save()
+    edits = [
+        edit
+        for field, value in sorted(fields.items())
+        if field.startswith(prefix.encode())
+        for edit in edits_of(field, value)
+    ]
+    assert edits
+    outcomes = {edit: await rollout.problem_of(edit, complete=kind == "whole") for edit in edits}
+    problems = [f"{edit} → {problem}" for edit, problem in outcomes.items() if problem]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["while open", "after freeze"])
+@pytest.mark.parametrize(
+    "field", ["s:new", "o:99", "o:0", "i:z", "r:z", "n:z", "f:z", "x:z", "b:z", "z", "", "n:a", "f:a", "x:a"]
+)
+async def test_a_stray_field_makes_the_rollout_incomplete(
+    rollout: Rollout, field: str, *, frozen: bool
+) -> None:
+    await rollout.fill("whole")
+    if frozen:
+        await rollout.source.freeze(ROLLOUT)
+    rollout.redis.hset(rollout.key, field, "stray")
+    snapshot = await rollout.source.freeze(ROLLOUT)
+    assert snapshot.incomplete
+    assert snapshot.reasons
+
+
+@pytest.mark.parametrize("call", ["n:e", "o:99"])
+async def test_a_field_added_and_one_taken_away_do_not_make_up_for_each_other(
+    rollout: Rollout, call: str
+) -> None:
+    await rollout.fill("lost")
+    rollout.redis.hdel(rollout.key, "n:d")
+    rollout.redis.hset(rollout.key, call, "")
+    assert (await rollout.source.freeze(ROLLOUT)).incomplete
+
+
+async def test_two_records_exchanged_with_their_digests_are_noticed(rollout: Rollout) -> None:
+    await rollout.fill("whole")
+    fields = rollout.save()
+    for prefix in (b"r:", b"i:"):
+        swapped: Any = {prefix + b"a": fields[prefix + b"b"], prefix + b"b": fields[prefix + b"a"]}
+        rollout.redis.hset(rollout.key, mapping=swapped)
+    snapshot = await rollout.source.freeze(ROLLOUT)
+    assert snapshot.entries == ()
+    assert {reason.model_call_id for reason in snapshot.reasons} == {"a", "b"}
+
+
+def calls_on(rollout: Rollout) -> dict[str, Any]:
+    sink, source = rollout.sink, rollout.source
+    return {
+        "put": lambda: sink.put(sample_entry(ROLLOUT, "new")),
+        "begin_call": lambda: sink.begin_call(ROLLOUT, "new"),
+        "mark_incomplete": lambda: sink.mark_incomplete(ROLLOUT, "new"),
+        "record_engine_refusal": lambda: sink.record_engine_refusal(ROLLOUT, model_call_id="new", code="x"),
+        "freeze": lambda: source.freeze(ROLLOUT),
+        "drop": lambda: source.drop(ROLLOUT, snapshot_id="x", version=1),
+        "retire": lambda: source.retire([ROLLOUT]),
+        "delete": lambda: source.delete([ROLLOUT]),
+    }
+
+
+CALLS = (
+    *("put", "begin_call", "mark_incomplete", "record_engine_refusal"),
+    *("freeze", "drop", "retire", "delete"),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", ["string", "list"])
+async def test_a_key_of_another_type_is_refused_by_every_call_and_left_alone(
+    rollout: Rollout, kind: str, call: str
+) -> None:
+    client, key = rollout.redis, rollout.key.decode()
+    if kind == "string":
+        client.set(key, "theirs")
+    else:
+        client.rpush(key, "theirs")
+    before = client.dump(key)
+    with pytest.raises(CorruptRecordError, match=r"no hash.*another namespace.*rollout rollout") as refusal:
+        await calls_on(rollout)[call]()
+    assert refusal.value.rollout_id == ROLLOUT
+    assert client.dump(key) == before
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_another_programs_hash_is_refused_by_every_call_and_left_alone(
+    rollout: Rollout, call: str
+) -> None:
+    rollout.redis.hset(rollout.key, "theirs", "1")
+    with pytest.raises(CorruptRecordError, match=r"damaged rollout.*lacks 11 fields.*rollout rollout"):
+        await calls_on(rollout)[call]()
+    assert rollout.redis.hgetall(rollout.key) == {b"theirs": b"1"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("newer", ["2", "10"])
+async def test_a_newer_format_asks_every_call_to_upgrade_and_is_left_alone(
+    rollout: Rollout, newer: str, call: str
+) -> None:
+    await rollout.fill("whole")
+    rollout.redis.hset(rollout.key, "s:format", newer)
+    before = rollout.save()
+    with pytest.raises(
+        UnsupportedFormatError, match=r"newer than this version reads; upgrade.*rollout rollout"
+    ):
+        await calls_on(rollout)[call]()
+    assert rollout.save() == before
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_damaged_state_never_breaks_a_call_in_another_way(rollout: Rollout, call: str) -> None:
+    await rollout.fill("whole")
+    fields = rollout.save()
+    run, untyped = calls_on(rollout)[call], []
+    for field, value in sorted(fields.items()):
+        for edit in edits_of(field, value) if field.startswith(b"s:") else ():
+            rollout.restore()
+            edit.apply(rollout.redis, rollout.key)
+            try:
+                await run()
+            except BackendUnavailableError as error:
+                untyped.append(f"{edit} → {error}")
+            except CaptureError:
+                continue
+            except Exception as error:  # noqa: BLE001 - what this test is about
+                untyped.append(f"{edit} → {error!r}")
+    assert not untyped, "\n".join(untyped)
+
+
+async def test_a_rollout_that_vanished_refuses_the_call_that_was_announced(rollout: Rollout) -> None:
+    await rollout.fill("lost")
+    rollout.redis.delete(rollout.key)
+    with pytest.raises(CaptureError, match="retired, deleted or has expired"):
+        await rollout.sink.put(sample_entry(ROLLOUT, "d"))

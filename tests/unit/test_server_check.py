@@ -1,0 +1,138 @@
+"""Which server can keep which promise, and which line of configuration a refused one needs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import pytest
+
+from gym_capture_redis.errors import ConfigurationError, DurabilityError
+from gym_capture_redis.server_check import ServerFacts, check_server
+from gym_capture_redis.settings import Durability
+
+SERVER = "redis://server:6379/0"
+ABLE = ServerFacts(
+    run_id="1", version=(7, 0, 15), aof_enabled=True, maxmemory_policy="noeviction", appendfsync="always"
+)
+
+
+def check(
+    durability: Durability = "fsync",
+    assume: Literal["everysec", "always"] | None = None,
+    **facts: Any,
+) -> None:
+    check_server(
+        ServerFacts(**vars(ABLE) | facts), durability=durability, assume_appendfsync=assume, server=SERVER
+    )
+
+
+@pytest.mark.parametrize("durability", ["memory", "aof", "fsync"])
+def test_a_server_that_can_do_everything_is_taken(durability: Durability) -> None:
+    check(durability)
+
+
+@pytest.mark.parametrize(
+    ("durability", "appendfsync", "taken"),
+    [
+        ("memory", "no", True),
+        ("memory", "everysec", True),
+        ("aof", "no", False),
+        ("aof", "everysec", True),
+        ("aof", "always", True),
+        ("fsync", "no", False),
+        ("fsync", "everysec", False),
+        ("fsync", "always", True),
+    ],
+)
+def test_each_durability_needs_its_appendfsync(durability: Durability, appendfsync: str, taken: bool) -> None:
+    if taken:
+        check(durability, appendfsync=appendfsync)
+        return
+    line = "always" if durability == "fsync" else "everysec"
+    message = f"{re.escape(SERVER)} has appendfsync {appendfsync}.*`appendfsync {line}`"
+    with pytest.raises(DurabilityError, match=message):
+        check(durability, appendfsync=appendfsync)
+
+
+@pytest.mark.parametrize("durability", ["aof", "fsync"])
+def test_without_an_append_only_file_only_memory_can_be_promised(durability: Durability) -> None:
+    check("memory", aof_enabled=False)
+    with pytest.raises(DurabilityError, match=r"`appendonly yes`.*durability='memory'"):
+        check(durability, aof_enabled=False)
+
+
+@pytest.mark.parametrize("durability", ["memory", "aof", "fsync"])
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl", "allkeys-random", ""])
+def test_a_server_that_evicts_is_never_taken(durability: Durability, policy: str) -> None:
+    with pytest.raises(DurabilityError, match="`maxmemory-policy noeviction`"):
+        check(durability, maxmemory_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("durability", "assumed", "taken"),
+    [
+        ("memory", None, True),
+        ("aof", None, False),
+        ("aof", "everysec", True),
+        ("aof", "always", True),
+        ("fsync", None, False),
+        ("fsync", "everysec", False),
+        ("fsync", "always", True),
+    ],
+)
+def test_where_config_is_forbidden_the_user_must_vouch_for_appendfsync(
+    durability: Durability, assumed: Literal["everysec", "always"] | None, taken: bool
+) -> None:
+    if taken:
+        check(durability, assumed, appendfsync=None)
+        return
+    with pytest.raises(DurabilityError, match="assume_appendfsync" if assumed is None else "too weak"):
+        check(durability, assumed, appendfsync=None)
+
+
+def test_what_the_server_says_outweighs_what_the_user_assumes() -> None:
+    with pytest.raises(DurabilityError, match="has appendfsync no"):
+        check("aof", "always", appendfsync="no")
+
+
+@pytest.mark.parametrize("version", [(6, 2, 14), (0,), ()])
+def test_a_server_without_script_flags_is_refused(version: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"7\.0"):
+        check("memory", version=version)
+
+
+@pytest.mark.parametrize("version", [(7, 0), (7, 2, 4), (8, 2, 3), (10, 0)])
+def test_newer_servers_are_taken(version: tuple[int, ...]) -> None:
+    check(version=version)
+
+
+INFO = (
+    b"# Server\r\nredis_version:7.2.4\r\nserver_name:valkey\r\nrun_id:abc\r\n"
+    b"executable:/opt/a:b\r\n\r\n# Memory\r\nmaxmemory_policy:noeviction\r\n"
+    b"# Persistence\r\naof_enabled:1\r\n"
+)
+
+
+def test_the_replies_of_a_server_are_read() -> None:
+    assert ServerFacts.parse(INFO, {"appendfsync": "everysec"}) == ServerFacts(
+        run_id="abc",
+        version=(7, 2, 4),
+        aof_enabled=True,
+        maxmemory_policy="noeviction",
+        appendfsync="everysec",
+    )
+
+
+@pytest.mark.parametrize("config", [None, {}])
+def test_what_the_server_does_not_tell_is_unknown(config: dict[str, str] | None) -> None:
+    assert ServerFacts.parse(INFO, config).appendfsync is None
+
+
+@pytest.mark.parametrize(
+    "info", [b"", b"\xff\xfe", b"redis_version:\r\n", b"redis_version:x.y", b"aof_enabled:yes"]
+)
+def test_a_strange_reply_never_looks_able(info: bytes) -> None:
+    facts = ServerFacts.parse(info, None)
+    with pytest.raises((ConfigurationError, DurabilityError)):
+        check_server(facts, durability="memory", assume_appendfsync="always", server=SERVER)
