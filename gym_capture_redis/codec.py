@@ -1,21 +1,16 @@
 """A record as bytes, and back: pure functions, exact in both directions (docs/wire-format.md).
 
-Arrays are packed in the narrowest type that holds them, so that the same content always gives the same
-bytes. The digest covers the content, not how a caller happened to carry it: lists and arrays, Gym's entry
-class and ours give the same one. Nothing here decodes by executing.
+A record holds the small fields, the end of its token blocks, and the packed arrays. The digest covers the
+content, not how a caller happened to carry it: lists and arrays, Gym's entry class and ours give the same
+one. Nothing here decodes by executing.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
-import re
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol
 
 import msgpack
@@ -23,11 +18,21 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
+from gym_capture_redis.blocks import NAME_BYTES, BlockTree, TokenSequence, cut
 from gym_capture_redis.errors import (
     CorruptRecordError,
     InvalidRecordError,
     RecordTooLargeError,
     UnsupportedFormatError,
+)
+from gym_capture_redis.experts import pack_experts, unpack_experts
+from gym_capture_redis.packing import (
+    Array,
+    Packed,
+    id_array,
+    pack_log_probs,
+    unpack_integers,
+    unpack_log_probs,
 )
 from gym_capture_redis.records import SCHEMA_VERSION, TokenEntry
 
@@ -39,12 +44,6 @@ LARGE_TOKENS = 65_536
 _ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _PACKED_FIELDS = frozenset((*_ARRAY_FIELDS, "routed_experts"))
 _EMPTY_ARRAYS: dict[str, Any] = {name: [] for name in _ARRAY_FIELDS}
-_UNSIGNED = ("u1", "u2", "u4", "u8")
-_SIGNED = ("i1", "i2", "i4", "i8")
-_FLOATS = ("f4", "f8")
-_MAX_ID = 2**63 - 1
-_ROWS_AT_ONCE = 256
-_ROUTE_STRING = re.compile(r"nrlre1:[a-z0-9]+:[0-9x]+:")
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException)
 
 
@@ -57,20 +56,81 @@ class EntryType(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncodedRecord:
-    """A record ready to send: ``digest`` has 32 bytes, ``record`` is msgpack."""
+    """A record ready to send: ``digest`` has 32 bytes, ``record`` is msgpack, ``sequence`` its blocks."""
 
     rollout_id: str
     model_call_id: str
     digest: bytes
     record: bytes
+    sequence: TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    """A one-dimensional array: numpy type name and little-endian bytes."""
+class ParsedRecord:
+    """A stored record that matches its digest, before its tokens are taken from the blocks."""
 
-    type: str
-    raw: bytes
+    rollout_id: str
+    model_call_id: str
+    small_fields: dict[str, Any]
+    end: bytes
+    tail: Array
+    prompt_length: int
+    log_probs: Array
+    experts: list[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a record consists of, and what its digest covers."""
+
+    small_fields: dict[str, Any]
+    end: bytes
+    tail: Packed
+    prompt_length: int
+    log_probs: Packed
+    experts: list[Any] | None
+
+    def packed(self) -> bytes:
+        record: bytes = msgpack.packb(
+            {
+                "v": RECORD_FORMAT,
+                "e": self.small_fields,
+                "c": self.end,
+                "t": [self.tail.type, self.tail.raw],
+                "p": self.prompt_length,
+                "l": [self.log_probs.type, self.log_probs.raw],
+                "x": self.experts,
+            }
+        )
+        return record
+
+    @classmethod
+    def unpacked(cls, record: bytes) -> _Parts:
+        # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
+        fields = msgpack.unpackb(record, strict_map_key=True)
+        if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or type(fields["p"]) is not int:
+            raise ValueError("not a record of this format")
+        tail, log_probs = Packed(*fields["t"]), Packed(*fields["l"])
+        return cls(fields["e"], fields["c"], tail, fields["p"], log_probs, fields["x"])
+
+    def digest(self) -> bytes:
+        """BLAKE2b over lengths and parts: sorted JSON of the small fields, then each packed array."""
+        *experts_head, experts_body = self.experts or [b""]
+        if not isinstance(experts_body, bytes):
+            experts_body = _canonical_json(experts_body)
+        parts = [
+            _canonical_json(self.small_fields),
+            self.end,
+            self.tail.raw,
+            self.log_probs.raw,
+            experts_body,
+        ]
+        lengths = [len(part) for part in parts]
+        head = [self.tail.type, self.prompt_length, self.log_probs.type, experts_head, lengths]
+        hasher = hashlib.blake2b(_canonical_json(head), digest_size=DIGEST_BYTES)
+        for part in parts:
+            hasher.update(part)
+        return hasher.digest()
 
 
 def is_large(entry: Any) -> bool:
@@ -83,34 +143,27 @@ def is_large(entry: Any) -> bool:
         return False
 
 
-def encode(entry: Any, *, max_record_bytes: int) -> EncodedRecord:
+def encode(entry: Any, *, max_record_bytes: int, earlier: Iterable[TokenSequence] = ()) -> EncodedRecord:
     """Encode any ``TokenEntry``-like pydantic model, checking every rule of contract section 2 again.
+
+    ``earlier`` sequences of the same rollout make it faster; the result is the same without them.
 
     Raises:
         InvalidRecordError: the entry breaks a rule, or holds what no reader could load unchanged.
-        RecordTooLargeError: the encoded record exceeds ``max_record_bytes``.
+        RecordTooLargeError: record and tokens together exceed ``max_record_bytes``.
 
     """
-    rest = _content_without_arrays(entry)
-    subject = {"rollout_id": rest.get("rollout_id"), "model_call_id": rest.get("model_call_id")}
+    small_fields = _content_without_arrays(entry)
+    subject = {name: small_fields.get(name) for name in ("rollout_id", "model_call_id")}
     try:
-        _check_rereading(rest)
-        prompt = _pack_ids("prompt_token_ids", entry.prompt_token_ids)
-        generation = _pack_ids("generation_token_ids", entry.generation_token_ids)
-        log_probs = _pack_log_probs(entry.generation_log_probs)
+        _check_rereading(small_fields)
+        prompt = id_array("prompt_token_ids", entry.prompt_token_ids)
+        generation = id_array("generation_token_ids", entry.generation_token_ids)
+        log_probs = pack_log_probs(entry.generation_log_probs)
         _check_lengths(entry)
-        experts = _pack_experts(entry)
-        record: bytes = msgpack.packb(
-            {
-                "v": RECORD_FORMAT,
-                "e": rest,
-                "p": [prompt.type, prompt.raw],
-                "g": [generation.type, generation.raw],
-                "l": [log_probs.type, log_probs.raw],
-                "x": experts,
-            }
-        )
-        digest = _digest(rest, prompt, generation, log_probs, experts)
+        sequence = cut(np.concatenate([prompt, generation]), earlier)
+        parts = _Parts(small_fields, sequence.end, sequence.tail, len(prompt), log_probs, pack_experts(entry))
+        record, digest = parts.packed(), parts.digest()
     except InvalidRecordError as error:
         error.rollout_id, error.model_call_id = subject["rollout_id"], subject["model_call_id"]
         raise
@@ -118,44 +171,72 @@ def encode(entry: Any, *, max_record_bytes: int) -> EncodedRecord:
         raise InvalidRecordError(
             f"the record cannot be encoded: {_reason(error)} ({_name(subject)})", **subject
         ) from None
-    if len(record) > max_record_bytes:
+    nbytes = len(record) + sequence.ids.nbytes
+    if nbytes > max_record_bytes:
         raise RecordTooLargeError(
-            f"the record has {len(record)} bytes, the limit max_record_bytes is {max_record_bytes} "
+            f"the record has {nbytes} bytes, the limit max_record_bytes is {max_record_bytes} "
             f"({_name(subject)})",
             **subject,
         )
-    return EncodedRecord(rest["rollout_id"], rest["model_call_id"], digest, record)
+    return EncodedRecord(small_fields["rollout_id"], small_fields["model_call_id"], digest, record, sequence)
 
 
-def decode(
-    record: bytes, digest: bytes, *, rollout_id: str, model_call_id: str, entry_type: EntryType
-) -> Any:
-    """Decode a record into an entry of ``entry_type``, after checking it against ``digest``.
+def parse(record: bytes, digest: bytes, *, rollout_id: str, model_call_id: str) -> ParsedRecord:
+    """Read a stored record and check it against ``digest``.
 
     Raises:
         CorruptRecordError: the bytes are not those that were stored for this call.
-        UnsupportedFormatError: the record follows a newer schema than ``entry_type`` reads.
 
     """
     about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
     try:
-        # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
-        fields = msgpack.unpackb(record, strict_map_key=True)
-        rest, experts = fields["e"], fields["x"]
-        prompt = _packed(fields["p"], _UNSIGNED)
-        generation = _packed(fields["g"], _UNSIGNED)
-        log_probs = _packed(fields["l"], _FLOATS)
-        intact = (
-            fields["v"] == RECORD_FORMAT
-            and _digest(rest, prompt, generation, log_probs, experts) == digest
-            and (rest["rollout_id"], rest["model_call_id"]) == (rollout_id, model_call_id)
+        parts = _Parts.unpacked(record)
+        fields = parts.small_fields
+        intact = parts.digest() == digest and (fields["rollout_id"], fields["model_call_id"]) == (
+            rollout_id,
+            model_call_id,
         )
-        if not intact:
-            raise CorruptRecordError(f"the stored record does not match its digest ({_name(about)})", **about)
-        rest["routed_experts"] = _unpack_experts(experts)
+        parsed = ParsedRecord(
+            rollout_id,
+            model_call_id,
+            fields,
+            parts.end,
+            unpack_integers(parts.tail),
+            parts.prompt_length,
+            unpack_log_probs(parts.log_probs),
+            parts.experts,
+        )
     except _UNREADABLE:
         raise CorruptRecordError(f"the stored record is damaged ({_name(about)})", **about) from None
-    return _build(entry_type, rest, prompt, generation, log_probs, about)
+    if not intact:
+        raise CorruptRecordError(f"the stored record does not match its digest ({_name(about)})", **about)
+    return parsed
+
+
+def build(parsed: ParsedRecord, tree: BlockTree, entry_type: EntryType, *, arrays: bool = False) -> Any:
+    """Make the entry of a parsed record, once all blocks are in ``tree``.
+
+    With ``arrays`` the token fields are numpy arrays: ids int32, or int64 where needed, as views of one
+    buffer; log probabilities float32 where exact, else float64; nested experts as an array.
+
+    Raises:
+        CorruptRecordError: a block that the record needs is missing.
+        UnsupportedFormatError: the record follows a newer schema than ``entry_type`` reads.
+
+    """
+    about = {"rollout_id": parsed.rollout_id, "model_call_id": parsed.model_call_id}
+    try:
+        prompt, generation = tree.split(parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays)
+        experts = unpack_experts(parsed.experts, arrays=arrays)
+    except _UNREADABLE:
+        raise CorruptRecordError(
+            f"token blocks of the record are missing ({_name(about)})", **about
+        ) from None
+    entry = _validated(entry_type, parsed, about)
+    # The digest vouches for the arrays; validating every element again would cost more than reading.
+    entry.prompt_token_ids, entry.generation_token_ids, entry.routed_experts = prompt, generation, experts
+    entry.generation_log_probs = parsed.log_probs if arrays else parsed.log_probs.tolist()
+    return entry
 
 
 def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict[str, Any]) -> bytes:
@@ -246,181 +327,14 @@ def _check_lengths(entry: Any) -> None:
         )
 
 
-def _pack_ids(name: str, ids: Any) -> _Packed:
-    array = _integers(ids)
-    if array is None or array.ndim != 1:
-        raise InvalidRecordError(
-            f"the record is invalid: {name} must be a list of integers from 0 to 2**63 - 1"
-        )
-    if not array.size:
-        return _Packed(_UNSIGNED[0], b"")
-    if array.min() < 0 or array.max() > _MAX_ID:
-        raise InvalidRecordError(f"the record is invalid: {name} holds an id outside 0 to 2**63 - 1")
-    return _narrowed(array, _UNSIGNED)
-
-
-def _integers(ids: Any) -> np.ndarray[Any, Any] | None:
-    """``ids`` as an integer array, or None if they are none. struct packs lists faster than numpy."""
-    if isinstance(ids, np.ndarray):
-        return ids if ids.dtype.kind in "iu" else None
-    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        return None
-    for code, dtype in (("I", "<u4"), ("Q", "<u8")):
-        try:
-            return np.frombuffer(struct.pack(f"<{len(ids)}{code}", *ids), dtype)
-        except struct.error:
-            continue
-    return None
-
-
-def _narrowed(array: np.ndarray[Any, Any], types: Sequence[str]) -> _Packed:
-    low, high = int(array.min()), int(array.max())
-    for name in types:
-        limits = np.iinfo(name)
-        if limits.min <= low and high <= limits.max:
-            return _Packed(name, array.astype("<" + name).tobytes())
-    raise InvalidRecordError("the record is invalid: an integer does not fit 64 bits")
-
-
-def _pack_log_probs(values: Any) -> _Packed:
-    if isinstance(values, np.ndarray):
-        if values.dtype.kind != "f" or values.ndim != 1:
-            raise InvalidRecordError("the record is invalid: generation_log_probs must be floats")
-        wide = values.astype("<f8")
-    else:
-        try:
-            wide = np.frombuffer(struct.pack(f"<{len(values)}d", *values), "<f8")
-        except (struct.error, TypeError):
-            raise InvalidRecordError("the record is invalid: generation_log_probs must be floats") from None
-    if not np.isfinite(wide).all():
-        raise InvalidRecordError("the record is invalid: generation_log_probs holds NaN or an infinity")
-    with np.errstate(over="ignore"):
-        narrow = wide.astype("<f4")
-    exact = np.array_equal(narrow.astype("<f8"), wide)
-    return _Packed("f4", narrow.tobytes()) if exact else _Packed("f8", wide.tobytes())
-
-
-def _pack_experts(entry: Any) -> list[Any] | None:
-    """Routed experts by form: None, packed nested integers, a packed route string, or plain JSON."""
-    experts = getattr(entry, "routed_experts", None)
-    if experts is None:
-        return None
-    if isinstance(experts, str):
-        return _pack_route_string(experts) or ["json", experts]
-    array = experts if isinstance(experts, np.ndarray) else _nested_integers(experts)
-    if array is not None and array.dtype.kind in "iu" and array.size:
-        packed = _narrowed(array, _UNSIGNED if array.min() >= 0 else _SIGNED)
-        return ["nested", packed.type, list(array.shape), packed.raw]
-    if isinstance(experts, np.ndarray):
-        return ["json", experts.tolist()]
-    dumped = entry.model_dump(mode="json", include={"routed_experts"}, warnings=False)
-    return ["json", dumped["routed_experts"]]
-
-
-def _nested_integers(nested: Any) -> np.ndarray[Any, Any] | None:
-    """A rectangular nested list of integers as an array, or None if it is anything else.
-
-    Converted in pieces: one call of numpy would hold the interpreter for a large list's whole time.
-    """
-    if not isinstance(nested, list | tuple):
-        return None
-    pieces: list[np.ndarray[Any, Any]] = []
-    for start in range(0, len(nested), _ROWS_AT_ONCE):
-        rows = nested[start : start + _ROWS_AT_ONCE]
-        try:
-            piece = np.asarray(rows)
-        except (ValueError, OverflowError):
-            return None  # ragged, or beyond 64 bits
-        if piece.dtype.kind not in "iu" or _holds_booleans(rows, piece.ndim):
-            return None
-        if pieces and piece.shape[1:] != pieces[0].shape[1:]:
-            return None
-        pieces.append(piece.astype(_signed_type(piece)))
-    whole = np.concatenate(pieces) if pieces else None
-    # Beside a negative number one above int64 makes numpy take floats.
-    return whole if whole is not None and whole.dtype.kind in "iu" else None
-
-
-def _signed_type(piece: np.ndarray[Any, Any]) -> np.dtype[Any]:
-    """The narrowest signed type that holds all; signed, since numpy joins int64 and uint64 as floats."""
-    low, high = int(piece.min()), int(piece.max())
-    return np.min_scalar_type(min(low, -high - 1)) if high <= _MAX_ID else piece.dtype
-
-
-def _holds_booleans(rows: Any, depth: int) -> bool:
-    """Numpy takes True for 1 where integers stand beside it; JSON does not."""
-    flat = rows
-    for _ in range(depth - 1):
-        flat = chain.from_iterable(flat)
-    return not {bool, np.bool_}.isdisjoint(map(type, flat))
-
-
-def _pack_route_string(experts: str) -> list[Any] | None:
-    head = _ROUTE_STRING.match(experts)
-    if head is None:
-        return None
+def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
+    fields = parsed.small_fields
     try:
-        raw = base64.b64decode(experts[head.end() :], validate=True)
-    except (binascii.Error, ValueError):
-        return None
-    same = base64.b64encode(raw).decode("ascii") == experts[head.end() :]
-    return ["route", head.group(), raw] if same else None
-
-
-def _unpack_experts(experts: Any) -> Any:
-    match experts:
-        case None:
-            return None
-        case ["json", value] if not isinstance(value, bytes):
-            return value
-        case ["route", head, raw]:
-            return head + base64.b64encode(raw).decode("ascii")
-        case ["nested", name, shape, raw]:
-            packed = _packed([name, raw], (*_UNSIGNED, *_SIGNED))
-            return np.frombuffer(packed.raw, "<" + packed.type).reshape(shape).tolist()
-    raise ValueError("unknown form of routed experts")
-
-
-def _packed(pair: Any, types: Sequence[str]) -> _Packed:
-    name, raw = pair
-    if name not in types or not isinstance(raw, bytes) or len(raw) % int(name[1]):
-        raise ValueError("not a packed array")
-    return _Packed(name, raw)
-
-
-def _digest(
-    rest: dict[str, Any], prompt: _Packed, generation: _Packed, log_probs: _Packed, experts: list[Any] | None
-) -> bytes:
-    """BLAKE2b over lengths and parts: the sorted JSON of the small fields, then each packed array."""
-    *experts_head, experts_body = experts or [b""]
-    if not isinstance(experts_body, bytes):
-        experts_body = _canonical_json(experts_body)
-    parts = [_canonical_json(rest), prompt.raw, generation.raw, log_probs.raw, experts_body]
-    head = [prompt.type, generation.type, log_probs.type, experts_head, [len(part) for part in parts]]
-    hasher = hashlib.blake2b(_canonical_json(head), digest_size=DIGEST_BYTES)
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
-
-
-def _canonical_json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
-
-
-def _build(
-    entry_type: EntryType,
-    rest: dict[str, Any],
-    prompt: _Packed,
-    generation: _Packed,
-    log_probs: _Packed,
-    about: dict[str, str],
-) -> Any:
-    try:
-        entry = entry_type.model_validate(rest | _EMPTY_ARRAYS)
+        return entry_type.model_validate(fields | _EMPTY_ARRAYS)
     except ValidationError as error:
-        if rest.get("schema_version", 0) > SCHEMA_VERSION:
+        if fields.get("schema_version", 0) > SCHEMA_VERSION:
             raise UnsupportedFormatError(
-                f"the record has schema_version {rest['schema_version']}, newer than this reader's: "
+                f"the record has schema_version {fields['schema_version']}, newer than this reader's: "
                 f"upgrade the reader ({_name(about)})",
                 **about,
             ) from None
@@ -429,11 +343,10 @@ def _build(
             f"({_name(about)})",
             **about,
         ) from None
-    # The digest vouches for the arrays; validating every element again would cost more than reading.
-    entry.prompt_token_ids = np.frombuffer(prompt.raw, "<" + prompt.type).tolist()
-    entry.generation_token_ids = np.frombuffer(generation.raw, "<" + generation.type).tolist()
-    entry.generation_log_probs = np.frombuffer(log_probs.raw, "<" + log_probs.type).tolist()
-    return entry
+
+
+def _canonical_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
 def _name(subject: dict[str, Any]) -> str:

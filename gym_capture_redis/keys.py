@@ -5,9 +5,11 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 
 =============  =====================================================================
 ``s:<name>``   state; the names are those of ``STATE_FIELDS``
-``o:<seq>``    what step number ``seq`` wrote: the name of one of the fields below
+``o:<seq>``    what step number ``seq`` wrote: ``<n>:``, the names of the n blocks it brought, and the
+               name of one of the fields below
 ``i:<call>``   index row: the payload digest
 ``r:<call>``   record
+``b:<name>``   token block, named by 16 bytes
 ``n:<call>``   open intent: announced, neither recorded nor refused yet
 ``f:<call>``   failure: ``<unix ms> <code>``
 ``x:<call>``   engine refusal: ``<code> NUL <digest> <msgpack details>``
@@ -31,11 +33,14 @@ STATE_FIELDS = (
     b"intents",
     b"failures",
     b"refusals",
+    b"blocks",
     b"bytes",
+    b"ends",
 )
 
 INDEX = b"i:"
 RECORD = b"r:"
+BLOCK = b"b:"
 INTENT = b"n:"
 FAILURE = b"f:"
 REFUSAL = b"x:"

@@ -14,6 +14,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from gym_capture_redis.blocks import NAME_BYTES
+from gym_capture_redis.codec import EncodedRecord
 from gym_capture_redis.errors import CorruptRecordError
 from gym_capture_redis.keys import STATE_FIELDS
 
@@ -119,6 +121,20 @@ class Row:
     field: bytes | None
     value: bytes | None
     index: bytes | None
+    block_names: bytes
+    """Names of the blocks that the step brought, 16 bytes each."""
+    blocks: tuple[bytes | None, ...]
+
+    @classmethod
+    def parse(cls, raw: Sequence[Any]) -> Row:
+        """Read one row of a reply."""
+        field, value, index, block_names, blocks = raw
+        return cls(field, value, index, block_names, tuple(blocks))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of value and blocks."""
+        return len(self.value or b"") + sum(len(block or b"") for block in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -129,12 +145,14 @@ class Facts:
     intents: int
     failures: int
     refusals: int
+    blocks: int
     stored_bytes: int
     hash_fields: int
 
     def expected_hash_fields(self, seq: int) -> int:
         """How many fields the hash has if nothing was added or removed by another hand."""
-        return len(STATE_FIELDS) + seq + 2 * self.records + self.intents + self.failures + self.refusals
+        rows = 2 * self.records + self.intents + self.failures + self.refusals + self.blocks
+        return len(STATE_FIELDS) + seq + rows
 
 
 @dataclass(frozen=True)
@@ -147,7 +165,7 @@ class Chunk:
     @classmethod
     def parse(cls, next_seq: Any, rows: Sequence[Sequence[Any]]) -> Chunk:
         """Read the tail of a reply of ``freeze`` or ``read``."""
-        return cls(int(next_seq), tuple(Row(*row) for row in rows))
+        return cls(int(next_seq), tuple(map(Row.parse, rows)))
 
 
 @dataclass(frozen=True)
@@ -171,14 +189,27 @@ def join(key: bytes, *, new_incarnation: str) -> Call:
     return Call(Step.JOIN, key, (new_incarnation,))
 
 
+def chain_ends(reply: Reply) -> list[bytes]:
+    """Names of the newest chain ends in a reply of ``begin`` or ``join``; all before them is stored too."""
+    (ends,) = reply.rest
+    return [ends[at : at + NAME_BYTES] for at in range(0, len(ends), NAME_BYTES)]
+
+
 def begin(key: bytes, model_call_id: str, *, new_incarnation: str) -> Call:
     """``lua/begin.lua``."""
     return Call(Step.BEGIN, key, (new_incarnation, model_call_id))
 
 
-def put(key: bytes, model_call_id: str, *, incarnation: str, digest: bytes, record: bytes) -> Call:
-    """``lua/put.lua``."""
-    return Call(Step.PUT, key, (incarnation, model_call_id, digest, record))
+def put(key: bytes, encoded: EncodedRecord, *, incarnation: str, first_block: int) -> Call:
+    """``lua/put.lua``, with the blocks from number ``first_block`` on."""
+    sequence = encoded.sequence
+    blocks = [part for block in sequence.blocks_from(first_block) for part in block]
+    base = sequence.parent(first_block)
+    return Call(
+        Step.PUT,
+        key,
+        (incarnation, encoded.model_call_id, encoded.digest, encoded.record, base, sequence.end, *blocks),
+    )
 
 
 def mark(key: bytes, model_call_id: str, *, new_incarnation: str, incarnation: str) -> Call:

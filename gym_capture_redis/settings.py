@@ -210,7 +210,9 @@ class SinkSettings(ConnectionSettings):
     """Settings of ``RedisTokenSink``."""
 
     max_record_bytes: Bytes = Field(default=256 * 2**20, le=500 * 2**20)
-    """Largest encoded record; Redis itself refuses 512 MiB and more."""
+    """Largest encoded record with its tokens; Redis itself refuses 512 MiB and more."""
+    prefix_cache_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Memory for the prompts of the newest rollouts, which spares hashing and sending them again."""
 
 
 class SourceSettings(ConnectionSettings):

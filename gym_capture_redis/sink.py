@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 from gym_capture_redis import codec, scripts
+from gym_capture_redis.block_cache import BlockCache
 from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
-from gym_capture_redis.executor import Subject
+from gym_capture_redis.executor import Executor, Subject
 from gym_capture_redis.keys import validate_call_id, validate_refusal_code
 from gym_capture_redis.settings import SinkSettings
 
@@ -35,6 +37,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
 
     def __init__(self, url: str | None = None, *, namespace: str = "default", **settings: Any) -> None:
         super().__init__(SinkSettings.build(url, namespace, settings))
+        self._blocks = BlockCache(self._settings.prefix_cache_bytes)
         self._announced: OrderedDict[tuple[str, str], scripts.Reply] = OrderedDict()
 
     async def put(self, entry: Any) -> None:
@@ -51,27 +54,19 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             BackendUnavailableError: not confirmed in time; repeating it is safe.
 
         """
-        limit = self._settings.max_record_bytes
-        if codec.is_large(entry):
-            encoded = await asyncio.to_thread(codec.encode, entry, max_record_bytes=limit)
-        else:
-            encoded = codec.encode(entry, max_record_bytes=limit)
+        encoded = await self._encode(entry)
         key, subject = self._address(encoded.rollout_id, encoded.model_call_id)
         executor = self._executors.get()
         deadline = executor.deadline()
-        announced = self._announcement(subject) or await executor.run(
-            scripts.join(key, new_incarnation=new_incarnation()), subject, deadline=deadline
-        )
-        call = scripts.put(
-            key,
-            encoded.model_call_id,
-            incarnation=announced.incarnation,
-            digest=encoded.digest,
-            record=encoded.record,
-        )
-        reply = await executor.run(call, subject, deadline=deadline)
+        attempt = self._announcement(subject)
+        if attempt is None:
+            join = scripts.join(key, new_incarnation=new_incarnation())
+            attempt = await executor.run(join, subject, deadline=deadline)
+            self._blocks.learn(encoded.rollout_id, attempt.incarnation, scripts.chain_ends(attempt))
+        reply = await self._put(executor, key, encoded, attempt.incarnation, subject, deadline)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
+        self._blocks.remember(encoded.rollout_id, attempt.incarnation, encoded.sequence)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a model call, durably, before it is sent to the engine.
@@ -90,6 +85,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         reply = await executor.run(call, subject, deadline=executor.deadline())
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
+        self._blocks.learn(rollout_id, reply.incarnation, scripts.chain_ends(reply))
         self._announced.pop((rollout_id, model_call_id), None)
         self._announced[rollout_id, model_call_id] = reply
         if len(self._announced) > MAX_REMEMBERED_CALLS:
@@ -148,6 +144,34 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         reply = await executor.run(call, subject, deadline=executor.deadline(), urgent=True)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
+
+    async def _encode(self, entry: Any) -> codec.EncodedRecord:
+        encode = partial(
+            codec.encode,
+            entry,
+            max_record_bytes=self._settings.max_record_bytes,
+            earlier=self._blocks.sequences(str(getattr(entry, "rollout_id", ""))),
+        )
+        return await asyncio.to_thread(encode) if codec.is_large(entry) else encode()
+
+    async def _put(
+        self,
+        executor: Executor,
+        key: bytes,
+        encoded: codec.EncodedRecord,
+        incarnation: str,
+        subject: Subject,
+        deadline: float,
+    ) -> scripts.Reply:
+        """Send the record with the blocks that are not known to be stored; with all, if that was wrong."""
+        first_block = self._blocks.first_unknown(encoded.rollout_id, incarnation, encoded.sequence)
+        call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
+        reply = await executor.run(call, subject, deadline=deadline)
+        if reply.code == "MISSING":
+            self._blocks.forget(encoded.rollout_id)
+            call = scripts.put(key, encoded, incarnation=incarnation, first_block=0)
+            reply = await executor.run(call, subject, deadline=deadline)
+        return reply
 
     def _address(
         self, rollout_id: str, model_call_id: str, *, allow_empty: bool = False

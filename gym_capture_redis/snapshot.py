@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gym_capture_redis import codec
+from gym_capture_redis.blocks import NAME_BYTES, BlockTree
 from gym_capture_redis.errors import CorruptRecordError
 from gym_capture_redis.keys import FAILURE, INTENT, RECORD, REFUSAL
 from gym_capture_redis.protocols import IncompleteCode, IncompleteReason, Refusal, TokenCaptureSnapshot
@@ -28,6 +29,8 @@ class SnapshotAssembly:
         self._rollout_id = rollout_id
         self._frozen = frozen
         self._entry_type = entry_type
+        self._tree = BlockTree()
+        self._parsed: dict[str, codec.ParsedRecord] = {}
         self._entries: dict[str, Any] = {}
         self._refusals: list[Refusal] = []
         self._reasons: list[IncompleteReason] = []
@@ -42,17 +45,18 @@ class SnapshotAssembly:
         return min(self._frozen.reply.seq, self._frozen.facts.hash_fields)
 
     def add(self, chunk: Chunk) -> None:
-        """Decode what one reply brought.
+        """Take and check what one reply brought."""
+        for row in chunk.rows:
+            self._add_row(row)
+
+    def finish(self) -> TokenCaptureSnapshot:
+        """Build the entries, compare everything with the rollout's own counts, and close.
 
         Raises:
             UnsupportedFormatError: a record follows a newer schema.
 
         """
-        for row in chunk.rows:
-            self._add_row(row)
-
-    def finish(self) -> TokenCaptureSnapshot:
-        """Compare everything with the rollout's own counts, and close."""
+        self._build_entries()
         self._check_counts()
         failed = {reason.model_call_id for reason in self._reasons}
         for call in self._open_calls:
@@ -76,6 +80,7 @@ class SnapshotAssembly:
         )
 
     def _add_row(self, row: Row) -> None:
+        self._add_blocks(row)
         kind, call = _split(row.field)
         if kind is None or call is None:
             self._incomplete(IncompleteCode.TAMPERED, "", "the trace of a step is missing or unreadable")
@@ -104,12 +109,31 @@ class SnapshotAssembly:
             self._incomplete(IncompleteCode.TAMPERED, call, "the record's index row is gone")
             return
         try:
-            self._entries[call] = codec.decode(
-                record, index, rollout_id=self._rollout_id, model_call_id=call, entry_type=self._entry_type
-            )
+            parsed = codec.parse(record, index, rollout_id=self._rollout_id, model_call_id=call)
         except CorruptRecordError as error:
-            self._corrupt_calls.add(call)
-            self._incomplete(IncompleteCode.CORRUPT, call, str(error))
+            self._corrupt(call, error)
+        else:
+            self._parsed[call] = parsed
+            self._tree.add_tail(parsed.end, parsed.tail)
+
+    def _add_blocks(self, row: Row) -> None:
+        for number, value in enumerate(row.blocks):
+            name = row.block_names[number * NAME_BYTES : (number + 1) * NAME_BYTES]
+            try:
+                self._tree.add_block(name, value or b"")
+            except ValueError:
+                self._tampered("a token block is missing or damaged")
+
+    def _build_entries(self) -> None:
+        for call, parsed in self._parsed.items():
+            try:
+                self._entries[call] = codec.build(parsed, self._tree, self._entry_type)
+            except CorruptRecordError as error:
+                self._corrupt(call, error)
+
+    def _corrupt(self, call: str, error: CorruptRecordError) -> None:
+        self._corrupt_calls.add(call)
+        self._incomplete(IncompleteCode.CORRUPT, call, str(error))
 
     def _add_failure(self, call: str, value: bytes) -> None:
         when, _, reason = value.partition(b" ")
@@ -137,6 +161,8 @@ class SnapshotAssembly:
             FAILURE: facts.failures,
             REFUSAL: facts.refusals,
         }
+        if len(self._tree) != facts.blocks:
+            self._tampered(f"{len(self._tree)} token blocks were found instead of {facts.blocks}")
         for kind, count in wanted.items():
             if self._seen[kind] != count:
                 name = kind.decode()

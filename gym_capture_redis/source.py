@@ -218,7 +218,7 @@ def _held(there: scripts.Reply) -> bool:
 
 
 async def _add(assembly: SnapshotAssembly, chunk: scripts.Chunk) -> None:
-    if sum(len(row.value or b"") for row in chunk.rows) > _DECODE_IN_LOOP_BYTES:
+    if sum(row.nbytes for row in chunk.rows) > _DECODE_IN_LOOP_BYTES:
         await asyncio.to_thread(assembly.add, chunk)
     else:
         assembly.add(chunk)

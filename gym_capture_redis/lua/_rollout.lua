@@ -7,7 +7,7 @@
 
 local key = KEYS[1]
 
-local NUMBERS = {'format', 'version', 'seq', 'records', 'intents', 'failures', 'refusals', 'bytes'}
+local NUMBERS = {'format', 'version', 'seq', 'records', 'intents', 'failures', 'refusals', 'blocks', 'bytes'}
 
 local MAX_NUMBER = 2 ^ 53
 
@@ -63,7 +63,7 @@ end
 local function create_state(incarnation)
   local state = {
     format = FORMAT, incarnation = incarnation, status = 'open', version = 0, snapshot = '', seq = 0,
-    records = 0, intents = 0, failures = 0, refusals = 0, bytes = 0,
+    records = 0, intents = 0, failures = 0, refusals = 0, blocks = 0, bytes = 0, ends = '',
   }
   store_state(state)
   return state
@@ -84,7 +84,7 @@ local function mark_failure(state, call, failure_code)
     + redis.call('HSETNX', key, field, string.format('%.0f ', failed_ms) .. failure_code)
   state.seq = state.seq + 1
   state.version = state.version + 1
-  redis.call('HSET', key, 'o:' .. state.seq, field,
+  redis.call('HSET', key, 'o:' .. state.seq, '0:' .. field,
     's:seq', state.seq, 's:version', state.version, 's:failures', state.failures)
 end
 
@@ -92,28 +92,39 @@ end
 local function retire(state, ttl_s)
   redis.call('UNLINK', key)
   state.status = 'retired'
-  state.records, state.intents, state.failures, state.refusals, state.bytes = 0, 0, 0, 0, 0
+  state.records, state.intents, state.failures, state.refusals = 0, 0, 0, 0
+  state.blocks, state.bytes, state.ends = 0, 0, ''
   store_state(state)
   redis.call('EXPIRE', key, ttl_s)
 end
 
 -- Appends what the steps from number `from` on wrote to `rows`, up to about max_bytes and 1,000 steps:
--- {what the step wrote, its value, its index row (of a record)}. Returns the number to go on from.
+-- {what the step wrote, its value, its index row (of a record), names of the blocks it brought, the blocks}.
+-- Returns the number to go on from.
 local function collect_rows(state, from, max_bytes, rows)
   local bytes, seq, last = 0, from, math.min(state.seq, from + 999)
   while seq <= last and (bytes < max_bytes or seq == from) do
-    local field = redis.call('HGET', key, 'o:' .. seq)
-    local value, index = false, false
-    if field then
+    local trace = redis.call('HGET', key, 'o:' .. seq)
+    local count, rest = string.match(trace or '', '^(%d+):(.*)$')
+    local names_end = 16 * (tonumber(count) or 0)
+    local field, names = trace, ''
+    if rest then field, names = string.sub(rest, names_end + 1), string.sub(rest, 1, names_end) end
+    local value, index, blocks = false, false, {}
+    if rest then
       if string.sub(field, 1, 2) == 'r:' then
-        local size = redis.call('HSTRLEN', key, field)
+        local size = redis.call('HSTRLEN', key, field) + 64 * names_end
         if bytes > 0 and bytes + size > max_bytes then break end
         index = redis.call('HGET', key, 'i:' .. string.sub(field, 3))
       end
       value = redis.call('HGET', key, field)
-      if value then bytes = bytes + #value end
+      bytes = bytes + (value and #value or 0)
+      for at = 1, names_end, 16 do
+        local block = redis.call('HGET', key, 'b:' .. string.sub(names, at, at + 15))
+        blocks[#blocks + 1] = block
+        bytes = bytes + (block and #block or 0)
+      end
     end
-    rows[#rows + 1] = {field, value, index}
+    rows[#rows + 1] = {field, value, index, names, blocks}
     seq = seq + 1
   end
   return seq

@@ -2,7 +2,7 @@
 -- KEYS[1]  rollout
 -- ARGV[1]  incarnation to give the rollout if it is new
 -- ARGV[2]  call
--- Reply    OK | SAME (nothing to do) | FROZEN | RETIRED
+-- Reply    OK, names of the newest chain ends | SAME (nothing to do), the same | FROZEN | RETIRED
 -- Repeat   safe: SAME
 local state, err = load_state()
 if err then return err end
@@ -10,11 +10,11 @@ local call = ARGV[2]
 if state then
   if state.status ~= 'open' then return reply(string.upper(state.status), state) end
   local known = redis.call('HMGET', key, 'n:' .. call, 'i:' .. call, 'x:' .. call)
-  if known[1] or known[2] or known[3] then return reply('SAME', state) end
+  if known[1] or known[2] or known[3] then return reply('SAME', state, state.ends) end
 else
   state = create_state(ARGV[1])
 end
 state.seq = state.seq + 1
-redis.call('HSET', key, 'o:' .. state.seq, 'n:' .. call, 'n:' .. call, '',
+redis.call('HSET', key, 'o:' .. state.seq, '0:n:' .. call, 'n:' .. call, '',
   's:seq', state.seq, 's:intents', state.intents + 1)
-return reply('OK', state)
+return reply('OK', state, state.ends)

@@ -3,7 +3,7 @@
 -- ARGV[1]  incarnation to give the rollout if it is new
 -- ARGV[2]  snapshot id to give it if it is not frozen yet
 -- ARGV[3]  bytes to read at once
--- Reply    OK, snapshot id, {records, intents, failures, refusals, bytes, fields of the hash},
+-- Reply    OK, snapshot id, {records, intents, failures, refusals, blocks, bytes, fields of the hash},
 --          step to read on from, rows (see collect_rows) | RETIRED
 -- Repeat   safe: the same snapshot id, and the same version unless something was marked since
 local state, err = load_state()
@@ -17,5 +17,6 @@ end
 local rows = {}
 local next_seq = collect_rows(state, 1, tonumber(ARGV[3]), rows)
 return reply('OK', state, state.snapshot,
-  {state.records, state.intents, state.failures, state.refusals, state.bytes, redis.call('HLEN', key)},
+  {state.records, state.intents, state.failures, state.refusals, state.blocks, state.bytes,
+    redis.call('HLEN', key)},
   next_seq, rows)

@@ -3,8 +3,9 @@
 -- duplicate of it cannot bring back one that was deleted. An empty open rollout reads like an unknown one.
 -- KEYS[1]  rollout
 -- ARGV[1]  incarnation to give it if it is new
--- Reply    OK
+-- Reply    OK, names of the newest chain ends
 -- Repeat   safe
 local state, err = load_state()
 if err then return err end
-return reply('OK', state or create_state(ARGV[1]))
+state = state or create_state(ARGV[1])
+return reply('OK', state, state.ends)

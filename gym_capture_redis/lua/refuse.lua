@@ -30,7 +30,7 @@ end
 state.intents = state.intents - redis.call('HDEL', key, 'n:' .. call)
 state.seq = state.seq + 1
 state.version = state.version + 1
-redis.call('HSET', key, 'o:' .. state.seq, 'x:' .. call, 'x:' .. call, code .. '\0' .. ARGV[5],
+redis.call('HSET', key, 'o:' .. state.seq, '0:x:' .. call, 'x:' .. call, code .. '\0' .. ARGV[5],
   's:seq', state.seq, 's:version', state.version, 's:intents', state.intents,
   's:refusals', state.refusals + 1)
 return reply('OK', state)

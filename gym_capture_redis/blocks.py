@@ -1,0 +1,193 @@
+"""Token blocks: every prefix of a rollout is stored once.
+
+The sequence of a call, prompt then generation, is cut into blocks of ``BLOCK_IDS`` ids. A block's name is
+the hash of its parent's name and its own ids, so that one name stands for the whole prefix that ends with
+it, and reading checks it for free. A record holds the name of its last full block and the unfinished tail.
+No I/O here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gym_capture_redis.packing import Array, Packed, pack_integers, unpack_integers
+
+BLOCK_IDS = 256
+"""Ids in a block. Part of the format, never a setting."""
+
+NAME_BYTES = 16
+"""128 bits: no two prefixes of a rollout share a name."""
+
+ROOT = b"\0" * NAME_BYTES
+"""Stands for the empty prefix: the parent of a first block."""
+
+_TYPE_BYTES = 2
+_NOTHING = np.empty(0, "<u4")
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """The ids of a call, and ``names`` of its full blocks, root first."""
+
+    ids: Array
+    names: tuple[bytes, ...]
+
+    @property
+    def end(self) -> bytes:
+        """Name of the last full block, or ``ROOT``."""
+        return self.names[-1] if self.names else ROOT
+
+    @property
+    def tail(self) -> Packed:
+        """The ids after the last full block, fewer than ``BLOCK_IDS``."""
+        return pack_integers(self.ids[len(self.names) * BLOCK_IDS :])
+
+    def parent(self, index: int) -> bytes:
+        """Name of the block before full block number ``index``, or ``ROOT``."""
+        return self.names[index - 1] if index else ROOT
+
+    def blocks_from(self, index: int) -> list[tuple[bytes, bytes]]:
+        """Names and stored values of the full blocks from number ``index`` on."""
+        return [
+            (self.names[number], _block_value(self.parent(number), self.ids, number))
+            for number in range(index, len(self.names))
+        ]
+
+    def shared_blocks(self, ids: Array) -> int:
+        """How many of its full blocks another sequence begins with."""
+        length = min(len(self.names), len(ids) // BLOCK_IDS) * BLOCK_IDS
+        ours, theirs = self.ids[:length], ids[:length]
+        if np.array_equal(ours, theirs):
+            return length // BLOCK_IDS
+        differing = np.flatnonzero(ours != theirs)
+        return (int(differing[0]) if differing.size else length) // BLOCK_IDS
+
+
+def cut(ids: Array, earlier: Iterable[TokenSequence] = ()) -> TokenSequence:
+    """Cut ``ids`` into blocks. ``earlier`` sequences spare hashing the prefixes they share."""
+    known: tuple[bytes, ...] = ()
+    for sequence in earlier:
+        shared = sequence.shared_blocks(ids)
+        if shared > len(known):
+            known = sequence.names[:shared]
+    names = list(known)
+    for index in range(len(known), len(ids) // BLOCK_IDS):
+        names.append(_name(_block_value(names[-1] if names else ROOT, ids, index)))
+    return TokenSequence(ids, tuple(names))
+
+
+@dataclass
+class _Branch:
+    """Blocks that follow each other, root first, and the longest tail seen at their end."""
+
+    pieces: list[Array] = field(default_factory=list)
+    tail: Array = field(default_factory=lambda: _NOTHING)
+
+    @property
+    def length(self) -> int:
+        return len(self.pieces) * BLOCK_IDS
+
+    @cached_property
+    def ids(self) -> Array:
+        """All ids, as one buffer. Used only when no block is added any more."""
+        return _signed(np.concatenate([*self.pieces, self.tail]))
+
+    @cached_property
+    def listed(self) -> list[int]:
+        """The same as a list, from which prompts are sliced."""
+        listed: list[int] = self.ids.tolist()
+        return listed
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a block ends: on which branch, after how many ids."""
+
+    branch: _Branch
+    length: int
+
+
+class BlockTree:
+    """The blocks of one rollout as they are read back, parents before children.
+
+    First all blocks and tails are added, then sequences are taken.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, _Place] = {ROOT: _Place(_Branch(), 0)}
+
+    def __len__(self) -> int:
+        """How many different blocks were added."""
+        return len(self._places) - 1
+
+    def add_block(self, name: bytes, value: bytes) -> None:
+        """Take one stored block.
+
+        Raises:
+            ValueError: the value is not the one with this name, or its parent is not here.
+
+        """
+        kind = value[NAME_BYTES : NAME_BYTES + _TYPE_BYTES].decode("ascii")
+        ids = unpack_integers(Packed(kind, value[NAME_BYTES + _TYPE_BYTES :]))
+        parent = self._places.get(value[:NAME_BYTES])
+        if _name(value) != name or len(ids) != BLOCK_IDS or parent is None:
+            raise ValueError("not the block of this name")
+        if name not in self._places:
+            self._places[name] = _grow(parent, ids)
+
+    def add_tail(self, end: bytes, tail: Array) -> None:
+        """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
+        place = self._places.get(end)
+        if place is not None and place.length == place.branch.length and len(tail) > len(place.branch.tail):
+            place.branch.tail = tail
+
+    def split(self, end: bytes, tail: Array, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
+        """Prompt and generation of the sequence that ends with this block and tail.
+
+        Lists, or with ``arrays`` int32 or int64 arrays, which are views of one buffer for each branch.
+
+        Raises:
+            ValueError: the block is not here, or the prompt is longer than the sequence.
+
+        """
+        place = self._places.get(end)
+        if place is None or not 0 <= prompt_length <= place.length + len(tail):
+            raise ValueError("no such sequence")
+        total = place.length + len(tail)
+        whole, tail = place.branch.ids, _signed(tail)  # beside an unsigned one numpy would take floats
+        if np.array_equal(whole[place.length : total], tail):
+            ids = whole if arrays else place.branch.listed
+        else:  # another branch went on from here
+            ids = _signed(np.concatenate([whole[: place.length], tail]))
+            ids = ids if arrays else ids.tolist()
+        return ids[:prompt_length], ids[prompt_length:total]
+
+
+def _grow(parent: _Place, ids: Array) -> _Place:
+    """Append to the parent's branch if that ends there, else begin one that repeats its prefix."""
+    branch = parent.branch
+    if branch.length != parent.length or not parent.length:
+        branch = _Branch(branch.pieces[: parent.length // BLOCK_IDS])
+    branch.pieces.append(ids)
+    branch.tail = _NOTHING
+    return _Place(branch, branch.length)
+
+
+def _signed(ids: Array) -> Array:
+    """As int32, or as int64 where any id needs it: what tensors are made of."""
+    return ids.astype("i4" if not ids.size or int(ids.max()) < 2**31 else "i8")
+
+
+def _name(value: bytes) -> bytes:
+    return hashlib.blake2b(value, digest_size=NAME_BYTES).digest()
+
+
+def _block_value(parent: bytes, ids: Array, index: int) -> bytes:
+    packed = pack_integers(ids[index * BLOCK_IDS : (index + 1) * BLOCK_IDS])
+    return parent + packed.type.encode("ascii") + packed.raw

@@ -1,0 +1,106 @@
+"""Routed experts, the largest field of a record, in the most compact form that gives them back exactly.
+
+The forms, and what they are for, are in docs/wire-format.md. No I/O here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from gym_capture_redis.packing import MAX_ID, Array, Packed, pack_integers, unpack_integers
+
+_ROWS_AT_ONCE = 256
+_ROUTE_STRING = re.compile(r"nrlre1:[a-z0-9]+:[0-9x]+:")
+
+
+def pack_experts(entry: Any) -> list[Any] | None:
+    """Routed experts by form: None, packed nested integers, a packed route string, or plain JSON."""
+    experts = getattr(entry, "routed_experts", None)
+    if experts is None:
+        return None
+    if isinstance(experts, str):
+        return _pack_route_string(experts) or ["json", experts]
+    array = experts if isinstance(experts, np.ndarray) else _nested_integers(experts)
+    if array is not None and array.dtype.kind in "iu" and array.size:
+        packed = pack_integers(array)
+        return ["nested", packed.type, list(array.shape), packed.raw]
+    if isinstance(experts, np.ndarray):
+        return ["json", experts.tolist()]
+    dumped = entry.model_dump(mode="json", include={"routed_experts"}, warnings=False)
+    return ["json", dumped["routed_experts"]]
+
+
+def _nested_integers(nested: Any) -> Array | None:
+    """A rectangular nested list of integers as an array, or None if it is anything else.
+
+    Converted in pieces: one call of numpy would hold the interpreter for a large list's whole time.
+    """
+    if not isinstance(nested, list | tuple):
+        return None
+    pieces: list[Array] = []
+    for start in range(0, len(nested), _ROWS_AT_ONCE):
+        rows = nested[start : start + _ROWS_AT_ONCE]
+        try:
+            piece = np.asarray(rows)
+        except (ValueError, OverflowError):
+            return None  # ragged, or beyond 64 bits
+        if piece.dtype.kind not in "iu" or _holds_booleans(rows, piece.ndim):
+            return None
+        if pieces and piece.shape[1:] != pieces[0].shape[1:]:
+            return None
+        pieces.append(piece.astype(_signed_type(piece)))
+    whole = np.concatenate(pieces) if pieces else None
+    # Beside a negative number one above int64 makes numpy take floats.
+    return whole if whole is not None and whole.dtype.kind in "iu" else None
+
+
+def _signed_type(piece: Array) -> np.dtype[Any]:
+    """The narrowest signed type that holds all; signed, since numpy joins int64 and uint64 as floats."""
+    low, high = int(piece.min()), int(piece.max())
+    return np.min_scalar_type(min(low, -high - 1)) if high <= MAX_ID else piece.dtype
+
+
+def _holds_booleans(rows: Any, depth: int) -> bool:
+    """Numpy takes True for 1 where integers stand beside it; JSON does not."""
+    flat = rows
+    for _ in range(depth - 1):
+        flat = chain.from_iterable(flat)
+    return not {bool, np.bool_}.isdisjoint(map(type, flat))
+
+
+def _pack_route_string(experts: str) -> list[Any] | None:
+    head = _ROUTE_STRING.match(experts)
+    if head is None:
+        return None
+    try:
+        raw = base64.b64decode(experts[head.end() :], validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    same = base64.b64encode(raw).decode("ascii") == experts[head.end() :]
+    return ["route", head.group(), raw] if same else None
+
+
+def unpack_experts(form: Any, *, arrays: bool) -> Any:
+    """Routed experts from what ``pack_experts`` gave; nested ones as lists, or with ``arrays`` as an array.
+
+    Raises:
+        ValueError: no such form.
+
+    """
+    match form:
+        case None:
+            return None
+        case ["json", value] if not isinstance(value, bytes):
+            return value
+        case ["route", head, raw]:
+            return head + base64.b64encode(raw).decode("ascii")
+        case ["nested", name, shape, raw]:
+            array = unpack_integers(Packed(name, raw)).reshape(shape)
+            return array if arrays else array.tolist()
+    raise ValueError("unknown form of routed experts")
