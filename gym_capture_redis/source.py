@@ -118,7 +118,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         """Retire rollouts without asking for their snapshots; the fence stays, for unknown ids too.
 
         Returns ``{"removed": [...], "absent": [...]}``, each id once, in the order given: ``removed`` held
-        an entry, a mark, an intent or a refusal.
+        an entry, a mark or an intent.
 
         Raises:
             TypeError: a bare string, or no iterable. Nothing was touched.

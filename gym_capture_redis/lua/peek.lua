@@ -1,9 +1,9 @@
 -- Says which attempt of the rollout there is, and whether it holds anything.
 -- KEYS[1]  rollout
--- Reply    OK, 1 if it holds an entry, a mark, an intent or a refusal, else 0 | ABSENT
+-- Reply    OK, 1 if it holds an entry, a mark or an intent, else 0 | ABSENT
 -- Repeat   safe
 local state, err = load_state()
 if err then return err end
 if not state then return reply('ABSENT', nil) end
-local holds = state.records + state.failures + state.intents + state.refusals > 0
+local holds = state.records + state.failures + state.intents > 0
 return reply('OK', state, holds and 1 or 0)

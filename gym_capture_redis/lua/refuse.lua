@@ -15,11 +15,9 @@ if expected ~= '' and (not state or state.incarnation ~= expected) then return r
 if state then
   if state.status == 'retired' then return reply('RETIRED', state) end
   local known = redis.call('HMGET', key, 'x:' .. call, 'i:' .. call)
-  if known[1] then
-    local same = string.sub(known[1], 1, #code + 1) == code .. '\0'
-    return reply(same and 'SAME' or 'OTHER_CODE', state)
-  end
+  if known[1] and string.sub(known[1], 1, #code + 1) == code .. '\0' then return reply('SAME', state) end
   if state.status == 'frozen' then return reply('FROZEN', state) end
+  if known[1] then return reply('OTHER_CODE', state) end
   if known[2] then
     mark_failure(state, call, 'conflict')
     return reply('CONFLICT', state)
