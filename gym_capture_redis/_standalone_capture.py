@@ -137,7 +137,9 @@ async def commit_entry(entry: TokenEntry, *, parent_resolution: ParentResolution
     if context is None:
         return
     identity = (getattr(entry, "rollout_id", None), getattr(entry, "model_call_id", None))
-    if identity != (context.rollout_id, context.model_call_id):
+    # Compared as text only: an id of another type may raise when it is compared.
+    named = all(isinstance(part, str) for part in identity)
+    if not named or identity != (context.rollout_id, context.model_call_id):
         logger.warning(
             "Rollout %s, model call %s: got the record of another call (%s, %s); it is not stored.",
             context.rollout_id,

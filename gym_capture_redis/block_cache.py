@@ -6,15 +6,21 @@ stored is known for one attempt (incarnation) only.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gym_capture_redis.blocks import BLOCK_IDS, ROOT, TokenSequence
 
 MAX_BRANCHES = 4
 """Sequences kept for each rollout; older branches are hashed anew."""
+
+_ROLLOUT_BYTES = 1_000
+_NAME_BYTES = 100
+"""About what Python needs for a rollout and for a name in a set."""
 
 
 @dataclass
@@ -25,28 +31,44 @@ class _Rollout:
 
     @property
     def nbytes(self) -> int:
-        return sum(sequence.ids.nbytes + 64 * len(sequence.names) for sequence in self.sequences)
+        kept = sum(sequence.ids.nbytes + 8 * len(sequence.names) for sequence in self.sequences)
+        return _ROLLOUT_BYTES + _NAME_BYTES * len(self.stored) + kept
+
+
+class _Contents:
+    """All that one process remembers."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.rollouts: OrderedDict[str, _Rollout] = OrderedDict()
+        self.nbytes = 0
 
 
 class BlockCache:
-    """The newest rollouts, up to about ``max_bytes`` of ids. Used from several threads."""
+    """The newest rollouts, up to about ``max_bytes``. Used from several threads; empty after a fork."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._nbytes = 0
-        self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
-        self._lock = threading.Lock()
+        self._own = _Contents()
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes."""
+        return self._contents().nbytes
 
     def sequences(self, rollout_id: str) -> tuple[TokenSequence, ...]:
         """Sequences of earlier calls, newest first."""
-        with self._lock:
-            rollout = self._rollouts.get(rollout_id)
+        contents = self._contents()
+        with contents.lock:
+            rollout = contents.rollouts.get(rollout_id)
             return rollout.sequences if rollout else ()
 
     def first_unknown(self, rollout_id: str, incarnation: str, sequence: TokenSequence) -> int:
         """Number of the first block of ``sequence`` that is not known to be stored in this attempt."""
-        with self._lock:
-            rollout = self._rollouts.get(rollout_id)
+        contents = self._contents()
+        with contents.lock:
+            rollout = contents.rollouts.get(rollout_id)
             if rollout is None or rollout.incarnation != incarnation:
                 return 0
             for index in range(len(sequence.names), 0, -1):
@@ -56,33 +78,50 @@ class BlockCache:
 
     def learn(self, rollout_id: str, incarnation: str, names: Iterable[bytes]) -> None:
         """These blocks, and with them all before them, are stored."""
-        with self._lock:
-            self._of(rollout_id, incarnation).stored.update(name for name in names if name != ROOT)
+        with self._changing(rollout_id, incarnation) as rollout:
+            rollout.stored.update(name for name in names if name != ROOT)
 
     def remember(self, rollout_id: str, incarnation: str, sequence: TokenSequence) -> None:
         """The sequence is stored: keep it for the calls that go on from it."""
-        with self._lock:
-            rollout = self._of(rollout_id, incarnation)
+        with self._changing(rollout_id, incarnation) as rollout:
             rollout.stored.update(sequence.names)
-            before = rollout.nbytes
+            if not sequence.names or any(sequence.end in kept.names for kept in rollout.sequences):
+                return  # nothing that would spare more hashing
             full = TokenSequence(sequence.ids[: len(sequence.names) * BLOCK_IDS], sequence.names)
-            others = [kept for kept in rollout.sequences if kept.end not in sequence.names and kept.names]
+            others = [kept for kept in rollout.sequences if kept.end not in sequence.names]
             rollout.sequences = (full, *others)[:MAX_BRANCHES]
-            self._nbytes += rollout.nbytes - before
-            while self._nbytes > self._max_bytes and self._rollouts:
-                _, oldest = self._rollouts.popitem(last=False)
-                self._nbytes -= oldest.nbytes
 
     def forget(self, rollout_id: str) -> None:
         """What was believed to be stored is not."""
-        with self._lock:
-            rollout = self._rollouts.get(rollout_id)
+        contents = self._contents()
+        with contents.lock:
+            rollout = contents.rollouts.get(rollout_id)
             if rollout is not None:
+                contents.nbytes -= rollout.nbytes
                 rollout.stored.clear()
+                contents.nbytes += rollout.nbytes
 
-    def _of(self, rollout_id: str, incarnation: str) -> _Rollout:
-        rollout = self._rollouts.setdefault(rollout_id, _Rollout())
-        self._rollouts.move_to_end(rollout_id)
-        if rollout.incarnation != incarnation:
-            rollout.incarnation, rollout.stored = incarnation, set()
-        return rollout
+    def _contents(self) -> _Contents:
+        # After a fork the lock may be held by a thread of the parent, half-way through a change.
+        if self._own.pid != os.getpid():
+            self._own = _Contents()
+        return self._own
+
+    @contextmanager
+    def _changing(self, rollout_id: str, incarnation: str) -> Iterator[_Rollout]:
+        """The rollout, to be changed; afterwards it is the newest, and the oldest make room for it."""
+        contents = self._contents()
+        with contents.lock:
+            rollout = contents.rollouts.pop(rollout_id, None)
+            if rollout is None:
+                rollout = _Rollout()
+            else:
+                contents.nbytes -= rollout.nbytes
+            if rollout.incarnation != incarnation:
+                rollout.incarnation, rollout.stored = incarnation, set()
+            yield rollout
+            contents.rollouts[rollout_id] = rollout
+            contents.nbytes += rollout.nbytes
+            while contents.nbytes > self._max_bytes and contents.rollouts:
+                _, oldest = contents.rollouts.popitem(last=False)
+                contents.nbytes -= oldest.nbytes

@@ -31,7 +31,7 @@ _TYPE_BYTES = 2
 _NOTHING = np.empty(0, "<u4")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenSequence:
     """The ids of a call, and ``names`` of its full blocks, root first."""
 

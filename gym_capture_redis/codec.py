@@ -38,6 +38,8 @@ from gym_capture_redis.records import SCHEMA_VERSION, TokenEntry
 
 RECORD_FORMAT = 1
 DIGEST_BYTES = 32
+MAX_DETAILS_BYTES = 65_536
+"""Limit of a refusal's details."""
 LARGE_TOKENS = 65_536
 """Records above this many tokens, or with routed experts, are worth a thread of their own."""
 
@@ -115,7 +117,7 @@ class _Parts:
 
     def digest(self) -> bytes:
         """BLAKE2b over lengths and parts: sorted JSON of the small fields, then each packed array."""
-        *experts_head, experts_body = self.experts or [b""]
+        *experts_head, experts_body = [b""] if self.experts is None else self.experts
         if not isinstance(experts_body, bytes):
             experts_body = _canonical_json(experts_body)
         parts = [
@@ -143,8 +145,38 @@ def is_large(entry: Any) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class TakenEntry:
+    """What an entry held at one moment; its caller may go on changing it."""
+
+    small_fields: dict[str, Any]
+    prompt_token_ids: Any
+    generation_token_ids: Any
+    generation_log_probs: Any
+    routed_experts: Any
+
+
+def take(entry: Any) -> TakenEntry:
+    """Take the content of any ``TokenEntry``-like pydantic model, to be encoded on another thread.
+
+    Raises:
+        InvalidRecordError: it is no such entry, or cannot be serialised.
+
+    """
+    small_fields = _content_without_arrays(entry)
+    prompt, generation, log_probs = (_copied(getattr(entry, name)) for name in _ARRAY_FIELDS)
+    return TakenEntry(small_fields, prompt, generation, log_probs, getattr(entry, "routed_experts", None))
+
+
 def encode(entry: Any, *, max_record_bytes: int, earlier: Iterable[TokenSequence] = ()) -> EncodedRecord:
-    """Encode any ``TokenEntry``-like pydantic model, checking every rule of contract section 2 again.
+    """Take and encode an entry; see ``take`` and ``encode_taken``."""
+    return encode_taken(take(entry), max_record_bytes=max_record_bytes, earlier=earlier)
+
+
+def encode_taken(
+    entry: TakenEntry, *, max_record_bytes: int, earlier: Iterable[TokenSequence] = ()
+) -> EncodedRecord:
+    """Encode the content of an entry, checking every rule of contract section 2 again.
 
     ``earlier`` sequences of the same rollout make it faster; the result is the same without them.
 
@@ -153,20 +185,26 @@ def encode(entry: Any, *, max_record_bytes: int, earlier: Iterable[TokenSequence
         RecordTooLargeError: record and tokens together exceed ``max_record_bytes``.
 
     """
-    small_fields = _content_without_arrays(entry)
+    small_fields = entry.small_fields
     subject = {name: small_fields.get(name) for name in ("rollout_id", "model_call_id")}
     try:
         _check_rereading(small_fields)
         prompt = id_array("prompt_token_ids", entry.prompt_token_ids)
         generation = id_array("generation_token_ids", entry.generation_token_ids)
         log_probs = pack_log_probs(entry.generation_log_probs)
-        _check_lengths(entry)
+        _check_lengths(len(generation), log_probs)
         sequence = cut(np.concatenate([prompt, generation]), earlier)
-        parts = _Parts(small_fields, sequence.end, sequence.tail, len(prompt), log_probs, pack_experts(entry))
+        parts = _Parts(
+            small_fields,
+            sequence.end,
+            sequence.tail,
+            len(prompt),
+            log_probs,
+            pack_experts(entry.routed_experts),
+        )
         record, digest = parts.packed(), parts.digest()
     except InvalidRecordError as error:
-        error.rollout_id, error.model_call_id = subject["rollout_id"], subject["model_call_id"]
-        raise
+        raise type(error)(f"{error} ({_name(subject)})", **subject) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRecordError(
             f"the record cannot be encoded: {_reason(error)} ({_name(subject)})", **subject
@@ -228,9 +266,11 @@ def build(parsed: ParsedRecord, tree: BlockTree, entry_type: EntryType, *, array
     try:
         prompt, generation = tree.split(parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays)
         experts = unpack_experts(parsed.experts, arrays=arrays)
+        if len(generation) != len(parsed.log_probs):
+            raise ValueError("arrays of different lengths")
     except _UNREADABLE:
         raise CorruptRecordError(
-            f"token blocks of the record are missing ({_name(about)})", **about
+            f"token blocks of the record are missing or do not fit it ({_name(about)})", **about
         ) from None
     entry = _validated(entry_type, parsed, about)
     # The digest vouches for the arrays; validating every element again would cost more than reading.
@@ -251,12 +291,14 @@ def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict
         stored = _refusal_digest(rollout_id, model_call_id, code, packed) + packed
         decode_refusal(rollout_id, model_call_id, code, stored)  # what no reader could load ends here
     except (CorruptRecordError, *_UNREADABLE) as error:
-        raise InvalidRecordError(
-            f"the details of the refusal cannot be encoded: {_reason(error)}",
-            rollout_id=rollout_id,
-            model_call_id=model_call_id,
-        ) from None
-    return stored
+        problem = f"cannot be encoded: {_reason(error)}"
+    else:
+        if len(packed) <= MAX_DETAILS_BYTES:
+            return stored
+        problem = f"have {len(packed)} bytes, more than {MAX_DETAILS_BYTES}"
+    raise InvalidRecordError(
+        f"the details of the refusal {problem}", rollout_id=rollout_id, model_call_id=model_call_id
+    )
 
 
 def decode_refusal(rollout_id: str, model_call_id: str, code: str, stored: bytes) -> dict[str, Any]:
@@ -294,13 +336,16 @@ def _content_without_arrays(entry: Any) -> dict[str, Any]:
         raise InvalidRecordError(f"put takes a TokenEntry; this {type(entry).__name__} lacks {missing[0]}")
     try:
         # A changed entry may hold other types than declared; what matters is what they serialise to.
-        return entry.model_dump(mode="json", exclude=set(_PACKED_FIELDS), warnings=False)
+        dumped: Any = entry.model_dump(mode="json", exclude=set(_PACKED_FIELDS), warnings=False)
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
         raise InvalidRecordError(
             f"the record cannot be serialised: {_reason(error)}",
             rollout_id=_text_or_none(getattr(entry, "rollout_id", None)),
             model_call_id=_text_or_none(getattr(entry, "model_call_id", None)),
         ) from None
+    if not isinstance(dumped, dict):
+        raise InvalidRecordError(f"a {type(entry).__name__} is serialised as something else than its fields")
+    return dumped
 
 
 def _check_rereading(rest: dict[str, Any]) -> None:
@@ -319,12 +364,16 @@ def _check_rereading(rest: dict[str, Any]) -> None:
         raise InvalidRecordError(f"the record is invalid: {changed[0]} would be read back as another value")
 
 
-def _check_lengths(entry: Any) -> None:
-    generated, log_probs = len(entry.generation_token_ids), len(entry.generation_log_probs)
-    if generated != log_probs:
+def _check_lengths(generated: int, log_probs: Packed) -> None:
+    scored = len(unpack_log_probs(log_probs))
+    if generated != scored:
         raise InvalidRecordError(
-            f"the record is invalid: {generated} generation_token_ids but {log_probs} generation_log_probs"
+            f"the record is invalid: {generated} generation_token_ids but {scored} generation_log_probs"
         )
+
+
+def _copied(values: Any) -> Any:
+    return values.copy() if isinstance(values, list | np.ndarray) else values
 
 
 def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:

@@ -6,13 +6,15 @@ The only module that knows redis-py's clients; which exceptions mean what is in 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import BusyLoadingError, InvalidResponse, NoPermissionError, ResponseError
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.server_check import CONFIG_NAMES, ServerFacts, check_server
@@ -53,15 +55,21 @@ class Link:
         must be closed: replies may still be under way, and what was sent may still be executed.
 
         Raises:
-            redis.exceptions.RedisError, OSError: the connection failed; none of the replies is known.
+            redis.exceptions.RedisError, OSError: the connection failed or is out of step; none of the
+                replies is known.
             DurabilityError, ConfigurationError: the server was refused.
 
         """
         pipe = self._client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
+        # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
+        nonce = secrets.token_bytes(8)
+        pipe.execute_command("ECHO", nonce)
         # Never raise_on_error: that quotes the beginning of the command, token data included.
-        replies: list[Any] = await pipe.execute(raise_on_error=False)
+        *replies, echo = await pipe.execute(raise_on_error=False)
+        if echo != nonce:
+            raise InvalidResponse("the replies are out of step with the commands")
         return replies
 
     async def close(self) -> None:
@@ -157,6 +165,14 @@ class EmbeddedLease:
 
 
 async def _ask(connection: Connection) -> ServerFacts:
+    """What the server says of itself, once it can say it."""
+    facts = await _read_facts(connection)
+    if facts.still_starting:
+        raise BusyLoadingError(facts.still_starting)
+    return facts
+
+
+async def _read_facts(connection: Connection) -> ServerFacts:
     await connection.send_command("INFO")
     info = await connection.read_response()
     await connection.send_command("CONFIG", "GET", *CONFIG_NAMES)
@@ -169,6 +185,10 @@ async def _ask(connection: Connection) -> ServerFacts:
 
 
 def _tls_options(tls: TlsSettings) -> dict[str, Any]:
+    for name in ("ca_certs_path", "cert_path", "key_path"):
+        path = getattr(tls, name)
+        if path is not None and not os.access(path, os.R_OK):
+            raise ConfigurationError(f"setting 'tls.{name}' names {path!r}, which cannot be read")
     return {
         "ssl_ca_certs": tls.ca_certs_path,
         "ssl_certfile": tls.cert_path,

@@ -26,7 +26,7 @@ _REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
     ),
     "CONFLICT": (
         CallConflictError,
-        "the call was reported before with other content; the rollout is incomplete now",
+        "the call was reported before, with other content or as refused; the rollout is incomplete now",
     ),
     "OTHER_CODE": (CallConflictError, "the call was refused with another code before; nothing changed"),
 }

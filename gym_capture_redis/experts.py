@@ -12,16 +12,23 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
+from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.packing import MAX_ID, Array, Packed, pack_integers, unpack_integers
 
 _ROWS_AT_ONCE = 256
 _ROUTE_STRING = re.compile(r"nrlre1:[a-z0-9]+:[0-9x]+:")
 
 
-def pack_experts(entry: Any) -> list[Any] | None:
-    """Routed experts by form: None, packed nested integers, a packed route string, or plain JSON."""
-    experts = getattr(entry, "routed_experts", None)
+def pack_experts(experts: Any) -> list[Any] | None:
+    """Routed experts by form: None, packed nested integers, a packed route string, or plain JSON.
+
+    Raises:
+        InvalidRecordError: an array of other things than numbers.
+        ValueError: what has no form in JSON.
+
+    """
     if experts is None:
         return None
     if isinstance(experts, str):
@@ -30,10 +37,11 @@ def pack_experts(entry: Any) -> list[Any] | None:
     if array is not None and array.dtype.kind in "iu" and array.size:
         packed = pack_integers(array)
         return ["nested", packed.type, list(array.shape), packed.raw]
-    if isinstance(experts, np.ndarray):
-        return ["json", experts.tolist()]
-    dumped = entry.model_dump(mode="json", include={"routed_experts"}, warnings=False)
-    return ["json", dumped["routed_experts"]]
+    if not isinstance(experts, np.ndarray):
+        return ["json", to_jsonable_python(experts)]
+    if experts.dtype.kind not in "iufb":
+        raise InvalidRecordError("the record is invalid: routed_experts is an array of no numbers")
+    return ["json", experts.tolist()]
 
 
 def _nested_integers(nested: Any) -> Array | None:
@@ -102,5 +110,6 @@ def unpack_experts(form: Any, *, arrays: bool) -> Any:
             return head + base64.b64encode(raw).decode("ascii")
         case ["nested", name, shape, raw]:
             array = unpack_integers(Packed(name, raw)).reshape(shape)
-            return array if arrays else array.tolist()
+            # Row by row: one call would hold the interpreter for a large array's whole time.
+            return array if arrays else [row.tolist() for row in array]
     raise ValueError("unknown form of routed experts")

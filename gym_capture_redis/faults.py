@@ -42,6 +42,7 @@ _REFUSED_CREDENTIALS = (
     redis_errors.AuthenticationWrongNumberOfArgsError,
 )
 
+_LONGEST_QUOTE = 160
 _FORBIDDEN_IN_SCRIPT = ("ACL failure in script", "The user executing the script")
 """How Valkey and Redis begin what they answer when a script calls what its user may not."""
 
@@ -61,7 +62,7 @@ _MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
     ),
     "NOPERM": (
         ConfigurationError,
-        "does not permit this user the commands needed; docs/operations.md lists them",
+        "does not permit this user the commands and keys (gymcap:*) needed; docs/operations.md lists them",
     ),
     "WRONGTYPE": (
         CorruptRecordError,
@@ -93,12 +94,19 @@ def final_error(error: BaseException, server: str) -> CaptureError:
     code = _meaning(error)
     if code in _MEANINGS:
         error_class, meaning = _MEANINGS[code]
-        return error_class(f"{server} {meaning}")
+        said = f" ({_text(error)[:_LONGEST_QUOTE]})" if code == "NOPERM" else ""
+        return error_class(f"{server} {meaning}{said}")
     if code == "CORRUPT":
         return CorruptRecordError(
             f"{server} holds a damaged rollout: {_text(error).removeprefix('CORRUPT ')}"
         )
     return BackendUnavailableError(f"{server} refused the step: {type(error).__name__} {code}".rstrip())
+
+
+def explain(error: BaseException) -> str:
+    """A transient error in a few words. Connection errors quote the system; replies could quote data."""
+    text = _text(error) if isinstance(error, redis_errors.ConnectionError | OSError) else _code(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def is_unknown_script(error: BaseException) -> bool:

@@ -119,7 +119,7 @@ def validate_refusal_code(code: object, *, rollout_id: str, model_call_id: str) 
 def _gym_identifier(what: str, value: object, max_length: int) -> str:
     if isinstance(value, str) and 1 <= len(value) <= max_length and _GYM_ALPHABET.fullmatch(value):
         return value
-    shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+    shown = repr(value) if isinstance(value, str) else f"of type {type(value).__name__}"
     if len(shown) > 2 * MAX_NAMESPACE_LENGTH:
         shown = shown[: 2 * MAX_NAMESPACE_LENGTH] + "…"
     raise InvalidIdentifierError(
@@ -129,7 +129,7 @@ def _gym_identifier(what: str, value: object, max_length: int) -> str:
 
 def _text_problem(value: object, max_bytes: int, *, allow_empty: bool = False) -> str:
     if not isinstance(value, str):
-        return f"it is a {type(value).__name__}"
+        return f"it is of type {type(value).__name__}"
     if not value and not allow_empty:
         return "it is empty"
     try:

@@ -7,7 +7,6 @@ vocabularies fit three bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _UNSIGNED = ("u1", "u2", "u3", "u4", "u8")
 _SIGNED = ("i1", "i2", "i4", "i8")
 _FLOATS = ("f4", "f8")
+_FLOAT_ARRAYS = ("<f2", "<f4", "<f8", ">f2", ">f4", ">f8")
+_REALS = (float, int, np.float16, np.float32, np.integer)
+_NO_FLOATS = "the record is invalid: generation_log_probs must be a list of floats"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def id_array(name: str, ids: Any) -> Array:
 
 def _from_list(ids: Any) -> Array | None:
     """Struct packs a list of Python integers several times faster than numpy converts it."""
-    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+    if not isinstance(ids, list | tuple):
         return None
     for code, dtype in (("I", "<u4"), ("Q", "<u8")):
         try:
@@ -114,14 +116,19 @@ def pack_log_probs(values: Any) -> Packed:
 
     """
     if isinstance(values, np.ndarray):
-        if values.dtype.kind != "f" or values.ndim != 1:
-            raise InvalidRecordError("the record is invalid: generation_log_probs must be floats")
+        if values.dtype.str not in _FLOAT_ARRAYS or values.ndim != 1:
+            raise InvalidRecordError(_NO_FLOATS)
         wide = values.astype("<f8")
     else:
+        # struct would also take what merely converts to a float, and change it silently.
+        if not isinstance(values, list | tuple) or not all(
+            issubclass(kind, _REALS) for kind in set(map(type, values))
+        ):
+            raise InvalidRecordError(_NO_FLOATS)
         try:
             wide = np.frombuffer(struct.pack(f"<{len(values)}d", *values), "<f8")
-        except (struct.error, TypeError):
-            raise InvalidRecordError("the record is invalid: generation_log_probs must be floats") from None
+        except OverflowError:
+            raise InvalidRecordError(_NO_FLOATS) from None
     if not np.isfinite(wide).all():
         raise InvalidRecordError("the record is invalid: generation_log_probs holds NaN or an infinity")
     with np.errstate(over="ignore"):

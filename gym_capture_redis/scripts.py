@@ -16,7 +16,6 @@ from typing import Any
 
 from gym_capture_redis.blocks import NAME_BYTES
 from gym_capture_redis.codec import EncodedRecord
-from gym_capture_redis.errors import CorruptRecordError
 from gym_capture_redis.keys import STATE_FIELDS
 
 FORMAT = 1
@@ -104,14 +103,14 @@ class Reply:
         """Read a raw reply of the server with this run id.
 
         Raises:
-            CorruptRecordError: the reply does not have the form that the scripts give.
+            ValueError: the reply does not have the form that the scripts give.
 
         """
         try:
             code, incarnation, seq, version, *rest = raw
             return cls(code.decode(), incarnation.decode(), int(seq), int(version), tuple(rest), run_id)
-        except (TypeError, ValueError, AttributeError):
-            raise CorruptRecordError("Redis answered a step with a reply of an unknown form") from None
+        except (TypeError, AttributeError):
+            raise ValueError("not a reply of a step") from None
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,11 @@ class Chunk:
 
     next_seq: int
     rows: tuple[Row, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(row.nbytes for row in self.rows)
 
     @classmethod
     def parse(cls, next_seq: Any, rows: Sequence[Sequence[Any]]) -> Chunk:

@@ -24,6 +24,8 @@ class ServerFacts:
     maxmemory_policy: str
     appendfsync: str | None
     """None where the server forbids CONFIG."""
+    still_starting: str
+    """Why nothing can be said yet: the data is being loaded, or the first append-only file written."""
 
     @classmethod
     def parse(cls, info: bytes, config: Mapping[str, str] | None) -> ServerFacts:
@@ -37,7 +39,18 @@ class ServerFacts:
             aof_enabled=fields.get("aof_enabled") == "1",
             maxmemory_policy=fields.get("maxmemory_policy", ""),
             appendfsync=None if config is None else config.get("appendfsync"),
+            still_starting=_still_starting(fields),
         )
+
+
+def _still_starting(fields: Mapping[str, str]) -> str:
+    if "1" in (fields.get("loading"), fields.get("async_loading")):
+        return "it is loading its data"
+    # Switched on at run time, the file keeps nothing until its first base is complete.
+    first_base = fields.get("aof_enabled") == "1" and fields.get("aof_base_size") == "0"
+    if first_base and "1" in (fields.get("aof_rewrite_in_progress"), fields.get("aof_rewrite_scheduled")):
+        return "it is writing its first append-only file"
+    return ""
 
 
 def check_server(

@@ -125,6 +125,8 @@ def _location(scheme: Scheme, parts: SplitResult) -> tuple[int, str]:
         db = query.get("db", "")
     if scheme == "unix" and not path:
         raise ConfigurationError("a unix: URL needs the path of the socket, as in unix:///run/redis.sock")
+    if scheme == "embedded" and path and not path.startswith("/"):
+        raise ConfigurationError("embedded: takes an absolute path, as in embedded:///absolute/path")
     if scheme in ("unix", "embedded") and parts.netloc.rpartition("@")[2]:
         raise ConfigurationError(f"{scheme}: takes an absolute path, as in {scheme}:///absolute/path")
     if db and not (db.isascii() and db.isdigit() and len(db) <= _LONGEST_DB):
@@ -183,11 +185,16 @@ class ConnectionSettings(BaseModel):
         address = url if url is not None else os.environ.get(URL_VARIABLE) or DEFAULT_URL
         if not isinstance(address, str):
             raise ConfigurationError(f"url must be a string, not a {type(address).__name__}")
+        parsed = ServerUrl.parse(address)
+        if settings.get("tls") is not None and parsed.scheme != "tls":
+            raise ConfigurationError(
+                "setting 'tls' needs a rediss:// URL; with this one nothing is encrypted"
+            )
         try:
             return cls.model_validate(
                 {
                     **_plain(settings),
-                    "url": ServerUrl.parse(address),
+                    "url": parsed,
                     "namespace": validate_namespace(namespace),
                 }
             )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import OrderedDict
+import logging
 from functools import partial
 from typing import Any
 
 from gym_capture_redis import codec, scripts
+from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.block_cache import BlockCache
 from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
 from gym_capture_redis.executor import Executor, Subject
 from gym_capture_redis.keys import validate_call_id, validate_refusal_code
 from gym_capture_redis.settings import SinkSettings
 
-MAX_REMEMBERED_CALLS = 100_000
-"""Announced calls a sink remembers the attempt of; far above what one process has in flight."""
+logger = logging.getLogger(__name__)
 
 
 class RedisTokenSink(Endpoint[SinkSettings]):
@@ -37,8 +36,8 @@ class RedisTokenSink(Endpoint[SinkSettings]):
 
     def __init__(self, url: str | None = None, *, namespace: str = "default", **settings: Any) -> None:
         super().__init__(SinkSettings.build(url, namespace, settings))
+        self._attempts = AttemptMemory()
         self._blocks = BlockCache(self._settings.prefix_cache_bytes)
-        self._announced: OrderedDict[tuple[str, str], scripts.Reply] = OrderedDict()
 
     async def put(self, entry: Any) -> None:
         """Store the record of one model call; on return it is durable and visible to every reader.
@@ -54,10 +53,10 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             BackendUnavailableError: not confirmed in time; repeating it is safe.
 
         """
-        encoded = await self._encode(entry)
-        key, subject = self._address(encoded.rollout_id, encoded.model_call_id)
         executor = self._executors.get()
         deadline = executor.deadline()
+        encoded = await self._encode(executor, entry, deadline)
+        key, subject = self._address(encoded.rollout_id, encoded.model_call_id)
         attempt = self._announcement(subject)
         if attempt is None:
             join = scripts.join(key, new_incarnation=new_incarnation())
@@ -67,6 +66,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
         self._blocks.remember(encoded.rollout_id, attempt.incarnation, encoded.sequence)
+        await self._mark_if_lost(executor, key, subject, reply, deadline)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a model call, durably, before it is sent to the engine.
@@ -81,15 +81,14 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         """
         key, subject = self._address(rollout_id, model_call_id)
         executor = self._executors.get()
+        deadline = executor.deadline()
         call = scripts.begin(key, model_call_id, new_incarnation=new_incarnation())
-        reply = await executor.run(call, subject, deadline=executor.deadline())
+        reply = await executor.run(call, subject, deadline=deadline)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
         self._blocks.learn(rollout_id, reply.incarnation, scripts.chain_ends(reply))
-        self._announced.pop((rollout_id, model_call_id), None)
-        self._announced[rollout_id, model_call_id] = reply
-        if len(self._announced) > MAX_REMEMBERED_CALLS:
-            self._announced.popitem(last=False)
+        self._attempts.announce(rollout_id, model_call_id, reply)
+        await self._mark_if_lost(executor, key, subject, reply, deadline)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         """Record, durably, that the rollout lost a call; works after freeze and at the memory limit.
@@ -145,14 +144,37 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
 
-    async def _encode(self, entry: Any) -> codec.EncodedRecord:
-        encode = partial(
-            codec.encode,
-            entry,
-            max_record_bytes=self._settings.max_record_bytes,
-            earlier=self._blocks.sequences(str(getattr(entry, "rollout_id", ""))),
+    async def _mark_if_lost(
+        self, executor: Executor, key: bytes, subject: Subject, reply: scripts.Reply, deadline: float
+    ) -> None:
+        """Mark the rollout if the server came back without steps that it had acknowledged to this sink."""
+        if not self._attempts.has_lost(subject.rollout_id, reply):
+            return
+        logger.error(
+            "Rollout %s: another Redis server answers than before, and lacks steps that were acknowledged; "
+            "the rollout is marked incomplete.",
+            subject.rollout_id,
         )
-        return await asyncio.to_thread(encode) if codec.is_large(entry) else encode()
+        call = scripts.mark(
+            key,
+            subject.model_call_id or "",
+            new_incarnation=new_incarnation(),
+            incarnation=reply.incarnation,
+        )
+        await executor.run(call, subject, deadline=deadline, urgent=True)
+
+    async def _encode(self, executor: Executor, entry: Any, deadline: float) -> codec.EncodedRecord:
+        taken = codec.take(entry)
+        rollout_id = str(taken.small_fields.get("rollout_id"))
+        encode = partial(
+            codec.encode_taken,
+            taken,
+            max_record_bytes=self._settings.max_record_bytes,
+            earlier=self._blocks.sequences(rollout_id),
+        )
+        if not codec.is_large(taken):
+            return encode()
+        return await executor.offload(encode, Subject(rollout_id), deadline=deadline)
 
     async def _put(
         self,
@@ -182,4 +204,4 @@ class RedisTokenSink(Endpoint[SinkSettings]):
 
     def _announcement(self, subject: Subject) -> scripts.Reply | None:
         """What ``begin_call`` was answered for this call in this process, if it was made here."""
-        return self._announced.get((subject.rollout_id, subject.model_call_id or ""))
+        return self._attempts.announcement(subject.rollout_id, subject.model_call_id or "")

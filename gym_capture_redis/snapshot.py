@@ -18,17 +18,20 @@ from gym_capture_redis.scripts import Chunk, Frozen, Row
 
 _FAILURE_CODES = {
     b"marked": (IncompleteCode.MARKED, "reported as lost by its worker"),
-    b"conflict": (IncompleteCode.CONFLICT, "reported with two different contents"),
+    b"conflict": (IncompleteCode.CONFLICT, "reported in two ways that exclude each other"),
 }
 
 
 class SnapshotAssembly:
     """Takes the chunks of one frozen rollout in order, and ends as its snapshot."""
 
-    def __init__(self, rollout_id: str, frozen: Frozen, entry_type: codec.EntryType) -> None:
+    def __init__(
+        self, rollout_id: str, frozen: Frozen, entry_type: codec.EntryType, *, arrays: bool = False
+    ) -> None:
         self._rollout_id = rollout_id
         self._frozen = frozen
         self._entry_type = entry_type
+        self._arrays = arrays
         self._tree = BlockTree()
         self._parsed: dict[str, codec.ParsedRecord] = {}
         self._entries: dict[str, Any] = {}
@@ -38,6 +41,7 @@ class SnapshotAssembly:
         self._fields: set[bytes] = set()
         self._open_calls: list[str] = []
         self._corrupt_calls: set[str] = set()
+        self._unusable_blocks = 0
 
     @property
     def last_seq(self) -> int:
@@ -122,12 +126,12 @@ class SnapshotAssembly:
             try:
                 self._tree.add_block(name, value or b"")
             except ValueError:
-                self._tampered("a token block is missing or damaged")
+                self._unusable_blocks += 1  # one that is gone takes all after it along
 
     def _build_entries(self) -> None:
         for call, parsed in self._parsed.items():
             try:
-                self._entries[call] = codec.build(parsed, self._tree, self._entry_type)
+                self._entries[call] = codec.build(parsed, self._tree, self._entry_type, arrays=self._arrays)
             except CorruptRecordError as error:
                 self._corrupt(call, error)
 
@@ -161,6 +165,8 @@ class SnapshotAssembly:
             FAILURE: facts.failures,
             REFUSAL: facts.refusals,
         }
+        if self._unusable_blocks:
+            self._tampered(f"{self._unusable_blocks} token blocks are missing, damaged or cut off")
         if len(self._tree) != facts.blocks:
             self._tampered(f"{len(self._tree)} token blocks were found instead of {facts.blocks}")
         for kind, count in wanted.items():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from gym_capture_redis import gym_compat, scripts
 from gym_capture_redis.codec import EntryType
@@ -18,8 +18,16 @@ from gym_capture_redis.settings import SourceSettings
 from gym_capture_redis.snapshot import SnapshotAssembly
 
 _DECODE_IN_LOOP_BYTES = 256 * 2**10
-"""Chunks above this size are decoded on a thread, so that they do not hold the event loop."""
+"""Chunks and rollouts above this size are decoded on a thread: they must not hold the event loop."""
 
+
+_ENDED_AT_ONCE = 256
+"""Rollouts of a batch that are retired or deleted at the same time."""
+
+_HIGHEST_VERSION = 2**53
+"""The highest that a script can count to."""
+
+T = TypeVar("T")
 
 _EndAttempt = Callable[[Executor, bytes, Subject, float], Awaitable[bool]]
 
@@ -70,6 +78,18 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             BackendUnavailableError: not read in time; the rollout may be frozen, and freezing again is safe.
 
         """
+        return await self._freeze(rollout_id, arrays=False)
+
+    async def freeze_arrays(self, rollout_id: str) -> TokenCaptureSnapshot:
+        """Freeze like ``freeze``, with numpy arrays in the token fields of the entries.
+
+        Ids are int32, or int64 where any needs it, and prompts of one conversation are views of one
+        buffer: do not write to them. Log probabilities are float32 where that is exact, else float64;
+        nested ``routed_experts`` are one integer array. Every other field is as ``freeze`` gives it.
+        """
+        return await self._freeze(rollout_id, arrays=True)
+
+    async def _freeze(self, rollout_id: str, *, arrays: bool) -> TokenCaptureSnapshot:
         key, subject = self._key(rollout_id), Subject(rollout_id)
         executor = self._executors.get()
         deadline = executor.deadline()
@@ -84,9 +104,11 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             if reply.code != "OK":
                 raise_refusal(reply, subject)
             frozen = scripts.Frozen.parse(reply)
-            assembly = SnapshotAssembly(rollout_id, frozen, self._entry_type)
+            assembly = SnapshotAssembly(rollout_id, frozen, self._entry_type, arrays=arrays)
             if await self._read(executor, assembly, key, frozen, subject, deadline):
-                return assembly.finish()
+                return await _in_loop_or_thread(
+                    executor, assembly.finish, frozen.facts.stored_bytes, subject, deadline
+                )
 
     async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
         """Retire exactly the snapshot that was consumed; a tombstone goes on refusing late writers.
@@ -104,10 +126,15 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         # Checked here: what redis-py cannot send would fail every step in the same pipeline.
         if not isinstance(snapshot_id, str):
             raise TypeError(f"snapshot_id must be a string, not a {type(snapshot_id).__name__}")
+        if not isinstance(version, int):
+            raise TypeError(f"version must be an integer, not a {type(version).__name__}")
+        key = self._key(rollout_id)
+        if not 0 <= version <= _HIGHEST_VERSION:
+            return False
         call = scripts.drop(
-            self._key(rollout_id),
+            key,
             snapshot_id=snapshot_id.encode("utf-8", "replace"),
-            version=operator.index(version),
+            version=int(version),
             tombstone_ttl_s=self._settings.tombstone_ttl_s,
         )
         executor = self._executors.get()
@@ -148,7 +175,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
     ) -> bool:
         """Read all chunks into ``assembly``. False if the rollout was marked meanwhile."""
         chunk, incarnation, version = frozen.chunk, frozen.reply.incarnation, frozen.reply.version
-        await _add(assembly, chunk)
+        await _in_loop_or_thread(executor, partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
         while chunk.next_seq <= assembly.last_seq:
             call = scripts.read(
                 key,
@@ -163,7 +190,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             if reply.code != "OK":
                 raise_refusal(reply, subject)
             chunk = scripts.Chunk.parse(*reply.rest)
-            await _add(assembly, chunk)
+            await _in_loop_or_thread(executor, partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
         return True
 
     async def _end(self, rollout_ids: Iterable[str], end_attempt: _EndAttempt) -> dict[str, list[str]]:
@@ -172,16 +199,23 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         keys = {rollout_id: self._key(rollout_id) for rollout_id in rollout_ids}
         executor = self._executors.get()
         deadline = executor.deadline()
-        # All of them go on when one fails, and the error raised is that one, not a group of them.
-        outcomes = await asyncio.gather(
-            *(end_attempt(executor, key, Subject(rollout_id), deadline) for rollout_id, key in keys.items()),
-            return_exceptions=True,
-        )
         ended: dict[str, list[str]] = {"removed": [], "absent": []}
-        for rollout_id, outcome in zip(keys, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            ended["removed" if outcome else "absent"].append(rollout_id)
+        errors: list[BaseException] = []
+        # All of them go on when one fails, and the error raised is that one, not a group of them.
+        items = list(keys.items())
+        for start in range(0, len(items), _ENDED_AT_ONCE):
+            window = items[start : start + _ENDED_AT_ONCE]
+            outcomes = await asyncio.gather(
+                *(end_attempt(executor, key, Subject(rollout_id), deadline) for rollout_id, key in window),
+                return_exceptions=True,
+            )
+            for (rollout_id, _), outcome in zip(window, outcomes, strict=True):
+                if isinstance(outcome, BaseException):
+                    errors.append(outcome)
+                else:
+                    ended["removed" if outcome else "absent"].append(rollout_id)
+        if errors:
+            raise errors[0]
         return ended
 
     async def _retire_attempt(
@@ -198,7 +232,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             )
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code == "OK":
-                return _held(there)
+                return _held(there) or _held(reply)
 
     async def _delete_attempt(
         self, executor: Executor, key: bytes, subject: Subject, deadline: float
@@ -210,15 +244,21 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             call = scripts.delete(key, incarnation=there.incarnation)
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code == "OK":
-                return _held(there)
+                return _held(there) or _held(reply)
 
 
-def _held(there: scripts.Reply) -> bool:
-    return there.code == "OK" and bool(there.rest[0])
+def _held(reply: scripts.Reply) -> bool:
+    """Whether the attempt held anything, by a reply of ``peek``, ``retire`` or ``delete``.
+
+    The first is asked before and is right where a later reply was lost; the others are asked in the step.
+    """
+    return reply.code == "OK" and bool(reply.rest[0])
 
 
-async def _add(assembly: SnapshotAssembly, chunk: scripts.Chunk) -> None:
-    if sum(row.nbytes for row in chunk.rows) > _DECODE_IN_LOOP_BYTES:
-        await asyncio.to_thread(assembly.add, chunk)
-    else:
-        assembly.add(chunk)
+async def _in_loop_or_thread(
+    executor: Executor, work: Callable[[], T], nbytes: int, subject: Subject, deadline: float
+) -> T:
+    """Decode here if it is little, else on a thread, so that the event loop is not held."""
+    if nbytes > _DECODE_IN_LOOP_BYTES:
+        return await executor.offload(work, subject, deadline=deadline)
+    return work()

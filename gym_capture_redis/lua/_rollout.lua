@@ -88,6 +88,11 @@ local function mark_failure(state, call, failure_code)
     's:seq', state.seq, 's:version', state.version, 's:failures', state.failures)
 end
 
+-- 1 if the rollout holds an entry, a mark or an intent, else 0.
+local function holds(state)
+  return state.records + state.failures + state.intents > 0 and 1 or 0
+end
+
 -- Replaces the rollout by its tombstone.
 local function retire(state, ttl_s)
   redis.call('UNLINK', key)
@@ -107,6 +112,7 @@ local function collect_rows(state, from, max_bytes, rows)
     local trace = redis.call('HGET', key, 'o:' .. seq)
     local count, rest = string.match(trace or '', '^(%d+):(.*)$')
     local names_end = 16 * (tonumber(count) or 0)
+    if rest and names_end > #rest then rest = nil end -- a damaged count must not be counted to
     local field, names = trace, ''
     if rest then field, names = string.sub(rest, names_end + 1), string.sub(rest, 1, names_end) end
     local value, index, blocks = false, false, {}

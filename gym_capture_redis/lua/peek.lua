@@ -5,5 +5,4 @@
 local state, err = load_state()
 if err then return err end
 if not state then return reply('ABSENT', nil) end
-local holds = state.records + state.failures + state.intents > 0
-return reply('OK', state, holds and 1 or 0)
+return reply('OK', state, holds(state))

@@ -1,0 +1,65 @@
+"""What a sink remembers of the attempts it works on: to which one a call was announced, and how far it was.
+
+A server that comes back without its newest writes shows it here: it does not know the attempt, or counts
+fewer steps than it has acknowledged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gym_capture_redis.scripts import Reply
+
+MAX_REMEMBERED = 100_000
+"""Calls, and rollouts, that are remembered; far above what one process has in flight."""
+
+REMEMBERED_S = 3_600.0
+"""After this time another attempt under the same id is no surprise, whatever server it is on."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    incarnation: str
+    seq: int
+    run_id: str
+    at_s: float
+
+
+class AttemptMemory:
+    """Newest announcements and positions. Its steps are atomic, so that threads may share it."""
+
+    def __init__(self) -> None:
+        self._announced: OrderedDict[tuple[str, str], Reply] = OrderedDict()
+        self._positions: OrderedDict[str, _Position] = OrderedDict()
+
+    def announce(self, rollout_id: str, model_call_id: str, reply: Reply) -> None:
+        """The call was announced, and ``reply`` says to which attempt."""
+        _store(self._announced, (rollout_id, model_call_id), reply)
+
+    def announcement(self, rollout_id: str, model_call_id: str) -> Reply | None:
+        """What announcing this call was answered, if it was announced here."""
+        return self._announced.get((rollout_id, model_call_id))
+
+    def has_lost(self, rollout_id: str, reply: Reply) -> bool:
+        """Whether ``reply`` comes from another server, which lacks acknowledged steps of the rollout."""
+        now = _Position(reply.incarnation, reply.seq, reply.run_id, time.monotonic())
+        before = self._positions.get(rollout_id)
+        if before is None or before.run_id == now.run_id or now.at_s - before.at_s > REMEMBERED_S:
+            if before is None or now.incarnation != before.incarnation or now.seq > before.seq:
+                _store(self._positions, rollout_id, now)
+            return False
+        _store(self._positions, rollout_id, now)
+        return now.incarnation != before.incarnation or now.seq < before.seq
+
+
+def _store(kept: OrderedDict[K, V], key: K, value: V) -> None:
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > MAX_REMEMBERED:
+        kept.popitem(last=False)

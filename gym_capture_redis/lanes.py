@@ -1,0 +1,159 @@
+"""Lanes: tasks that own one connection each and send whatever waits, in one pipeline.
+
+Callers await a future; the socket belongs to a lane, so that a cancelled caller can never leave a
+connection out of step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import InvalidResponse
+from redis.exceptions import TimeoutError as NoReplyError
+
+from gym_capture_redis.connection import EmbeddedLease, Link
+from gym_capture_redis.errors import BackendUnavailableError
+from gym_capture_redis.scripts import Call, Reply
+from gym_capture_redis.settings import ConnectionSettings
+
+MAX_BATCH_CALLS = 64
+MAX_BATCH_BYTES = 2**20
+
+_SHORTEST_ATTEMPT_S = 1.0
+_ATTEMPTS_IN_A_DEADLINE = 4
+_SLOWEST_BYTES_PER_S = 10 * 2**20
+
+
+@dataclass
+class Job:
+    """A step on its way; ``by_source`` sends the whole script, ``deadline`` is in loop time."""
+
+    call: Call
+    by_source: bool
+    deadline: float
+    reply: asyncio.Future[Reply]
+
+
+class Lanes:
+    """``count`` lanes that share a queue. They begin with the first job."""
+
+    def __init__(
+        self, settings: ConnectionSettings, embedded: EmbeddedLease, *, count: int, name: str
+    ) -> None:
+        self._settings = settings
+        self._embedded = embedded
+        self._count = count
+        self._name = name
+        self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    def submit(self, call: Call, *, by_source: bool, deadline: float) -> asyncio.Future[Reply]:
+        """Queue a step. The future ends with its reply, or with whatever went wrong.
+
+        Raises:
+            BackendUnavailableError: the lanes were closed.
+
+        """
+        if self._closed:
+            raise BackendUnavailableError("the client was closed meanwhile")
+        loop = asyncio.get_running_loop()
+        if not self._tasks:
+            self._tasks = [
+                loop.create_task(self._run(), name=f"gym-capture-redis {self._name} {number}")
+                for number in range(self._count)
+            ]
+        reply: asyncio.Future[Reply] = loop.create_future()
+        reply.add_done_callback(_retrieve)
+        self._queue.put_nowait(Job(call, by_source, deadline, reply))
+        return reply
+
+    async def close(self) -> None:
+        """End the lanes and their connections. What still waits is answered with an error."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while not self._queue.empty():
+            _fail([self._queue.get_nowait()], BackendUnavailableError("the client was closed meanwhile"))
+
+    async def _run(self) -> None:
+        link: Link | None = None
+        try:
+            while True:
+                batch = self._batch(await self._queue.get())
+                if not batch:
+                    continue
+                try:
+                    async with asyncio.timeout(self._attempt_s(batch)):
+                        link = link or Link(self._settings, await self._embedded.acquire())
+                        await _send(link, batch)
+                except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
+                    # Their own deadlines are theirs: here only this attempt has taken too long.
+                    _fail(
+                        batch, NoReplyError("no reply in time") if isinstance(error, TimeoutError) else error
+                    )
+                    await _close(link)
+                    link = None
+                except asyncio.CancelledError:
+                    _fail(batch, BackendUnavailableError("the client was closed before an answer came"))
+                    raise
+        except asyncio.CancelledError:
+            # Not in a finally: a lane whose loop is gone has nothing that it could await.
+            await _close(link)
+            raise
+
+    def _batch(self, first: Job) -> list[Job]:
+        """Take what waits, as far as it goes well together; callers that left are passed over."""
+        batch = [first] if not first.reply.done() else []
+        nbytes = first.call.nbytes
+        while len(batch) < MAX_BATCH_CALLS and nbytes < MAX_BATCH_BYTES and not self._queue.empty():
+            job = self._queue.get_nowait()
+            if not job.reply.done():
+                batch.append(job)
+                nbytes += job.call.nbytes
+        return batch
+
+    def _attempt_s(self, batch: Sequence[Job]) -> float:
+        """How long one attempt may take: a connection that fell silent must leave time for another."""
+        left_s = max(job.deadline for job in batch) - asyncio.get_running_loop().time()
+        share_s = max(_SHORTEST_ATTEMPT_S, self._settings.timeout_s / _ATTEMPTS_IN_A_DEADLINE)
+        return min(left_s, share_s + sum(job.call.nbytes for job in batch) / _SLOWEST_BYTES_PER_S)
+
+
+async def _send(link: Link, batch: Sequence[Job]) -> None:
+    raw_replies = await link.pipeline(
+        [job.call.command(flagged=link.flagged, by_source=job.by_source) for job in batch]
+    )
+    try:
+        replies = [
+            raw if isinstance(raw, Exception) else Reply.parse(raw, link.run_id) for raw in raw_replies
+        ]
+    except ValueError:
+        raise InvalidResponse("a reply has a form that no step gives") from None
+    for job, reply in zip(batch, replies, strict=True):
+        if isinstance(reply, Exception):
+            _fail([job], reply)
+        elif not job.reply.done():
+            job.reply.set_result(reply)
+
+
+async def _close(link: Link | None) -> None:
+    """Close a connection that failed or is not needed; replies may still be under way on it."""
+    if link is not None:
+        await link.close()
+
+
+def _fail(batch: Sequence[Job], error: BaseException) -> None:
+    for job in batch:
+        if not job.reply.done():
+            job.reply.set_exception(error)
+
+
+def _retrieve(reply: asyncio.Future[Any]) -> None:
+    """Look at the outcome, so that asyncio does not report one whose caller was cancelled."""
+    if not reply.cancelled():
+        reply.exception()
