@@ -10,7 +10,7 @@ import struct
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from gym_capture_redis import RedisTokenSink, RedisTokenSource, TokenEntry, codec, gym_compat
+from gym_capture_redis import CaptureError, RedisTokenSink, RedisTokenSource, TokenEntry, codec, gym_compat
+from gym_capture_redis.blocks import TokenSequence
 from gym_capture_redis.cli.served_calls import RecordedRollout, load_rollouts
 from gym_capture_redis.embedded import EmbeddedServer
 from gym_capture_redis.records import compute_digest
@@ -122,6 +123,7 @@ class BareRedis:
     """Plain ``HSET`` of the bytes that this package stores, one connection for each rollout in flight."""
 
     name = "bare redis-py"
+    stored_bytes = 0
 
     def __init__(self, url: str) -> None:
         self._client = Redis.from_url(url, protocol=2)
@@ -131,8 +133,8 @@ class BareRedis:
     async def announce(self, rollouts: list[Rollout]) -> None:
         """Encode beforehand: the limit is moving the bytes, not making them."""
         for rollout in rollouts:
-            encoded = [codec.encode(entry, max_record_bytes=2**28) for entry in rollout]
-            self._records[rollout[0].rollout_id] = [(item.model_call_id, item.record) for item in encoded]
+            records = self._records[rollout[0].rollout_id] = list(stored_by_us(rollout))
+            self.stored_bytes += sum(len(record) for _, record in records)
 
     async def put_rollout(self, rollout: Rollout) -> None:
         key = self._prefix + rollout[0].rollout_id
@@ -148,6 +150,18 @@ class BareRedis:
     async def close(self) -> None:
         await self._client.unlink(*(self._prefix + rollout_id for rollout_id in self._records))
         await self._client.aclose()
+
+
+def stored_by_us(rollout: Rollout) -> Iterator[tuple[str, bytes]]:
+    """Of each call the bytes that this package stores: its record and the token blocks that are new."""
+    sequences: list[TokenSequence] = []
+    for entry in rollout:
+        encoded = codec.encode(entry, max_record_bytes=2**28, earlier=sequences)
+        sequence = encoded.sequence
+        stored = max((known.shared_blocks(sequence.ids) for known in sequences), default=0)
+        blocks = (value for _, value in sequence.blocks_from(stored))
+        yield entry.model_call_id, b"".join([encoded.record, *blocks])
+        sequences = [sequence]
 
 
 @dataclass
@@ -270,15 +284,33 @@ def report(results: dict[str, Rates], console: Console) -> None:
     console.print(table)
 
 
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+async def probe(url: str) -> None:
+    """Find out at once whether the server can be used."""
+    async with RedisTokenSource(url, namespace="bench-probe", timeout_s=5) as source:
+        await source.drop("probe", snapshot_id="none", version=0)
+
+
 def main() -> None:
     """Parse the arguments, and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", help="server to use (default: a private one, append-only file every second)")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions, of which the medians count")
+    parser.add_argument("--rounds", type=positive, default=5, help="repetitions, of which the medians count")
     parser.add_argument("--json", action="store_true", help="print the rates of every round as JSON")
     arguments = parser.parse_args()
     console = Console(stderr=arguments.json)
     if arguments.url:
+        try:
+            asyncio.run(probe(arguments.url))
+        except CaptureError as error:
+            parser.error(str(error))
         results = run(arguments.url, arguments.rounds, console)
     else:
         with tempfile.TemporaryDirectory() as directory, EmbeddedServer(directory) as server:
