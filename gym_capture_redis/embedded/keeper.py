@@ -1,7 +1,7 @@
 """The keeper of one embedded server: its parent process, which ends it when nobody uses it any more.
 
 ``embedded.py`` runs this file by its path, so it imports nothing but a little of the standard library
-and starts in a few hundredths of a second. Called as ``embedded_keeper.py FD``, with the request as
+and starts in a few hundredths of a second. Called as ``keeper.py FD``, with the request as
 JSON on standard input; ``FD`` is one end of a socket pair, the first user's connection.
 
 Every connection to the keeper is a user. The kernel closes it when the user's process ends, however it
