@@ -147,7 +147,7 @@ def is_large(entry: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TakenEntry:
-    """What an entry held at one moment; its caller may go on changing it."""
+    """The content of an entry: its small fields in their JSON form, and its arrays."""
 
     small_fields: dict[str, Any]
     prompt_token_ids: Any
@@ -155,17 +155,27 @@ class TakenEntry:
     generation_log_probs: Any
     routed_experts: Any
 
+    def copied(self) -> TakenEntry:
+        """The same with arrays of its own, for another thread while the caller may change the entry."""
+        return TakenEntry(
+            self.small_fields,
+            _copied(self.prompt_token_ids),
+            _copied(self.generation_token_ids),
+            _copied(self.generation_log_probs),
+            self.routed_experts,
+        )
+
 
 def take(entry: Any) -> TakenEntry:
-    """Take the content of any ``TokenEntry``-like pydantic model, to be encoded on another thread.
+    """Take the content of any ``TokenEntry``-like pydantic model.
 
     Raises:
         InvalidRecordError: it is no such entry, or cannot be serialised.
 
     """
     small_fields = _content_without_arrays(entry)
-    prompt, generation, log_probs = (_copied(getattr(entry, name)) for name in _ARRAY_FIELDS)
-    return TakenEntry(small_fields, prompt, generation, log_probs, getattr(entry, "routed_experts", None))
+    arrays = {name: getattr(entry, name) for name in _ARRAY_FIELDS}
+    return TakenEntry(small_fields, **arrays, routed_experts=getattr(entry, "routed_experts", None))
 
 
 def encode(entry: Any, *, max_record_bytes: int, earlier: Iterable[TokenSequence] = ()) -> EncodedRecord:

@@ -166,13 +166,14 @@ class RedisTokenSink(Endpoint[SinkSettings]):
     async def _encode(self, executor: Executor, entry: Any, deadline: float) -> codec.EncodedRecord:
         taken = codec.take(entry)
         rollout_id = str(taken.small_fields.get("rollout_id"))
+        large = codec.is_large(taken)
         encode = partial(
             codec.encode_taken,
-            taken,
+            taken.copied() if large else taken,
             max_record_bytes=self._settings.max_record_bytes,
             earlier=self._blocks.sequences(rollout_id),
         )
-        if not codec.is_large(taken):
+        if not large:
             return encode()
         return await executor.offload(encode, Subject(rollout_id), deadline=deadline)
 

@@ -1,6 +1,7 @@
 # What the scripts share: finding an interpreter and making an environment. Sourced, not run.
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+trap 'echo; exit 130' INT
 supported_pythons="3.13 3.12 3.11"
 
 step() { printf '\n== %s\n' "$*"; }

@@ -12,6 +12,7 @@ from gym_capture_redis.cli.demo import demo
 app = typer.Typer(
     name="gym-capture-redis",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     # A traceback with the values of variables would show passwords.
     pretty_exceptions_enable=False,
