@@ -127,7 +127,7 @@ def pack_log_probs(values: Any) -> Packed:
             raise InvalidRecordError(_NO_FLOATS)
         try:
             wide = np.frombuffer(struct.pack(f"<{len(values)}d", *values), "<f8")
-        except OverflowError:
+        except (struct.error, OverflowError):  # an integer beyond all floats
             raise InvalidRecordError(_NO_FLOATS) from None
     if not np.isfinite(wide).all():
         raise InvalidRecordError("the record is invalid: generation_log_probs holds NaN or an infinity")

@@ -65,7 +65,7 @@ async def all_of(calls: list[Awaitable[Any]]) -> list[Any]:
 
 def payload(rollout: str, call: str = "first") -> Any:
     """An entry that could be of no other call."""
-    return sample_entry(rollout, call, prompt_token_ids=[*rollout.encode()], response_id=rollout)
+    return sample_entry(rollout, call, prompt_token_ids=[*rollout.encode()] * 100, response_id=rollout)
 
 
 async def prepare(clients: Clients, rollout: str, operation: str) -> Callable[[], Awaitable[Any]]:
@@ -118,7 +118,7 @@ async def check_rollout(clients: Clients, rollout: str, operation: str, outcome:
         return
     if operation in ("drop", "retire") and outcome == "done":
         pytest.fail(f"{operation} returned, and the rollout was frozen")
-    check_snapshot(snapshot, rollout, {name.decode() for name in fields})
+    check_snapshot(snapshot, rollout, {name.decode() for name in fields if not name.startswith(b"b:")})
     if outcome == "done":
         expected = {"put": {"first", "second"}, "delete": set(), "freeze": {"first", "second"}}
         calls = {entry.model_call_id for entry in snapshot.entries}

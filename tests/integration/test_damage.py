@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.damage import Edit, edits_of
 from support.sample_entries import exact_dump, sample_entry
+from support.sequences import random_ids
 from support.servers import RealServer
 
 from gym_capture_redis.errors import (
@@ -26,6 +27,9 @@ from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
 ROLLOUT = "rollout"
+PROMPT = random_ids(700)
+"""The first call begins with one token block, the second with two; they share the first of them."""
+
 TIMEOUT_S = 20.0
 REFUSAL: dict[str, Any] = {"code": "overloaded", "retry_after": 3, "why": "queue is full"}
 
@@ -34,15 +38,19 @@ class Rollout:
     """A rollout on a real server that can be damaged and restored."""
 
     def __init__(self, server: RealServer, namespace: str) -> None:
+        self._server, self._namespace = server, namespace
         self.redis = server.client()
         self.key = rollout_key(namespace, ROLLOUT)
         self.sink = RedisTokenSink(server.url, namespace=namespace, timeout_s=TIMEOUT_S)
         self.source = RedisTokenSource(server.url, namespace=namespace, timeout_s=TIMEOUT_S)
         self.puts = {
-            call: sample_entry(ROLLOUT, call, parent_call_id=parent)
-            for call, parent in (("a", None), ("b", "a"))
+            call: sample_entry(ROLLOUT, call, parent_call_id=parent, prompt_token_ids=PROMPT[:length])
+            for call, parent, length in (("a", None, 300), ("b", "a", 700))
         }
         self._dump: Any = None
+
+    def reader(self, **settings: Any) -> RedisTokenSource:
+        return RedisTokenSource(self._server.url, namespace=self._namespace, **settings)
 
     async def fill(self, kind: str) -> None:
         """Write two records and a refusal; ``lost``: with an open intent, ``marked``: with a failure."""
@@ -129,8 +137,8 @@ async def rollout(real_server: RealServer, namespace: str) -> AsyncIterator[Roll
 @pytest.mark.parametrize(
     ("kind", "prefix"),
     [
-        *(("whole", prefix) for prefix in ("s:", "o:", "i:", "r:", "x:")),
-        *(("lost", prefix) for prefix in ("s:", "o:", "n:", "r:")),
+        *(("whole", prefix) for prefix in ("s:", "o:", "i:", "r:", "x:", "b:")),
+        *(("lost", prefix) for prefix in ("s:", "o:", "n:", "r:", "b:")),
         *(("marked", prefix) for prefix in ("s:", "o:", "f:", "i:")),
     ],
 )
@@ -155,7 +163,11 @@ async def test_damage_to_one_field_is_noticed_or_changes_nothing(
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["while open", "after freeze"])
 @pytest.mark.parametrize(
-    "field", ["s:new", "o:99", "o:0", "i:z", "r:z", "n:z", "f:z", "x:z", "b:z", "z", "", "n:a", "f:a", "x:a"]
+    "field",
+    [
+        *("s:new", "o:99", "o:0", "i:z", "r:z", "n:z", "f:z", "x:z", "b:z", "b:" + 16 * "z", "b:"),
+        *("z", "", "n:a", "f:a", "x:a"),
+    ],
 )
 async def test_a_stray_field_makes_the_rollout_incomplete(
     rollout: Rollout, field: str, *, frozen: bool
@@ -177,6 +189,33 @@ async def test_a_field_added_and_one_taken_away_do_not_make_up_for_each_other(
     rollout.redis.hdel(rollout.key, "n:d")
     rollout.redis.hset(rollout.key, call, "")
     assert (await rollout.source.freeze(ROLLOUT)).incomplete
+
+
+async def test_two_blocks_exchanged_are_noticed(rollout: Rollout) -> None:
+    await rollout.fill("whole")
+    fields = rollout.save()
+    one, other = (field for field in fields if field.startswith(b"b:"))
+    rollout.redis.hset(rollout.key, mapping={one: fields[other], other: fields[one]})
+    snapshot = await rollout.source.freeze(ROLLOUT)
+    assert snapshot.entries == ()
+    assert {reason.model_call_id for reason in snapshot.reasons if reason.code == "corrupt"} == {"a", "b"}
+
+
+@pytest.mark.parametrize("count", [2, 1_000, 10**9, 10**15, 10**30])
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 2**20])
+async def test_a_step_that_claims_any_number_of_blocks_is_noticed_at_once(
+    rollout: Rollout, count: int, chunk_bytes: int
+) -> None:
+    await rollout.fill("whole")
+    steps = {field: value for field, value in rollout.save().items() if field.startswith(b"o:")}
+    for field, value in steps.items():
+        rollout.restore()
+        rollout.redis.hset(rollout.key, field, b"%d:" % count + value.partition(b":")[2])
+        hasty = rollout.reader(chunk_bytes=chunk_bytes, timeout_s=5)
+        async with hasty:
+            snapshot = await hasty.freeze(ROLLOUT)
+        assert "tampered" in {reason.code for reason in snapshot.reasons}
+        assert rollout.false_content(snapshot, complete=True) is None
 
 
 async def test_two_records_exchanged_with_their_digests_are_noticed(rollout: Rollout) -> None:
@@ -232,7 +271,7 @@ async def test_another_programs_hash_is_refused_by_every_call_and_left_alone(
     rollout: Rollout, call: str
 ) -> None:
     rollout.redis.hset(rollout.key, "theirs", "1")
-    with pytest.raises(CorruptRecordError, match=r"damaged rollout.*lacks 11 fields.*rollout rollout"):
+    with pytest.raises(CorruptRecordError, match=r"damaged rollout.*lacks 13 fields.*rollout rollout"):
         await calls_on(rollout)[call]()
     assert rollout.redis.hgetall(rollout.key) == {b"theirs": b"1"}
 

@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 from support.sample_entries import sample_entry
+from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import scripts
+from gym_capture_redis import codec, scripts
 from gym_capture_redis.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
 from gym_capture_redis.executor import Executor, Subject
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import TokenCaptureSnapshot
+from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
 PUTTERS = 64
+PROMPT = random_ids(1_500)
+"""Every call begins with more of it: they share token blocks."""
+
 ROUNDS = 25
 RECORDS = 6
 
@@ -56,10 +61,17 @@ def calls_in(snapshot: TokenCaptureSnapshot) -> set[str]:
     return {entry.model_call_id for entry in snapshot.entries}
 
 
+def long_entry(rollout: str, call: str) -> TokenEntry:
+    """An entry of token blocks that it shares with every other call, and of some that it may share."""
+    shared = 256 * (len(call) - 1)
+    return sample_entry(rollout, call, prompt_token_ids=PROMPT[:shared] + random_ids(600, seed=len(call)))
+
+
 async def fill(sink: RedisTokenSink, rollout: str, attempt: str = "1") -> None:
     for number in range(RECORDS):
         await sink.begin_call(rollout, f"c{number}")
-        await sink.put(sample_entry(rollout, f"c{number}", response_id=attempt))
+        prompt = PROMPT[: 250 * (number + 1)]
+        await sink.put(sample_entry(rollout, f"c{number}", response_id=attempt, prompt_token_ids=prompt))
 
 
 def attempts_in(snapshot: TokenCaptureSnapshot) -> set[str | None]:
@@ -84,7 +96,7 @@ async def test_a_freeze_among_64_writers_holds_exactly_what_was_acknowledged(
             for _ in range(pause):
                 await asyncio.sleep(0)
             after = frozen.is_set()
-            await sink.put(sample_entry(rollout, call))
+            await sink.put(long_entry(rollout, call))
         except TokenCaptureFrozenError:
             return call, False, False
         return call, True, after
@@ -112,7 +124,7 @@ async def test_a_freeze_among_64_writers_holds_exactly_what_was_acknowledged(
         assert (again.snapshot_id, again.version) == (snapshot.snapshot_id, snapshot.version)
         assert calls_in(again) == acknowledged
         for call, stored, _ in writes[:3]:
-            repeated = sinks[0].put(sample_entry(rollout, call))
+            repeated = sinks[0].put(long_entry(rollout, call))
             if stored:
                 await repeated  # a lost acknowledgement must not cost a rollout
             else:
@@ -372,7 +384,14 @@ async def test_a_delayed_duplicate_of_a_step_does_not_touch_a_new_attempt(
     duplicates = {
         "delete": scripts.delete(key, incarnation=old),
         "retire": scripts.retire(key, incarnation=old, new_incarnation="other", tombstone_ttl_s=60),
-        "put": scripts.put(key, "c0", incarnation=old, digest=b"d" * 32, record=b"r"),
+        "put": scripts.put(
+            key,
+            codec.encode(
+                sample_entry("r", "c0", prompt_token_ids=random_ids(600, seed=1)), max_record_bytes=2**20
+            ),
+            incarnation=old,
+            first_block=0,
+        ),
         "mark": scripts.mark(key, "c0", new_incarnation="other", incarnation=old),
         "refuse": scripts.refuse(
             key, "c9", new_incarnation="other", incarnation=old, code="x", details=b"\x80"

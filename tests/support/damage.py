@@ -11,6 +11,8 @@ import redis
 BITS_OF_A_LONG_VALUE = 61
 """About how many bits of a long value are flipped, one at a time; every bit of a short one."""
 
+LONG_VALUE_BYTES = 64
+
 NUMBERS = [b"0", b"1", b"2", b"-1", b"1.5", b"1e1", b"0x10", b" 3", b"inf", b"-inf", b"nan", b"1" + b"0" * 15]
 WORDS = [b"open", b"frozen", b"retired", b"OPEN", b"frozen "]
 
@@ -57,7 +59,7 @@ def _values(value: bytes) -> Iterator[tuple[str, bytes]]:
     for other in (*NUMBERS, *WORDS):
         yield f"became {other!r}", other
     bits = 8 * len(value)
-    for bit in range(0, bits, max(1, bits // BITS_OF_A_LONG_VALUE) | 1 if bits > 8 * 16 else 1):
+    for bit in range(0, bits, max(1, bits // BITS_OF_A_LONG_VALUE) | 1 if bits > 8 * LONG_VALUE_BYTES else 1):
         flipped = bytearray(value)
         flipped[bit // 8] ^= 1 << bit % 8
         yield f"bit {bit} flipped", bytes(flipped)

@@ -10,8 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from support.sample_entries import exact_dump, sample_entry
+from support.sequences import growing_conversation, random_ids
+
+from gym_capture_redis.records import TokenEntry
 
 CALLS_PER_ROUND = 40
+SHARED_PROMPT = random_ids(2_000)
 
 
 def payload(rollout: str, call: str) -> Any:
@@ -42,6 +46,28 @@ def write_from_a_process(make_sink: Callable[[], Any], rollout: str, worker: str
     async def main() -> None:
         async with make_sink() as sink:
             await write_calls(sink, rollout, worker, calls)
+
+    asyncio.run(main())
+    return os.getpid()
+
+
+def conversation_of(rollout: str, worker: str, turns: int) -> list[TokenEntry]:
+    """Calls of one worker: a prompt that all workers share, then a conversation of its own."""
+    own = growing_conversation(turns, 300, seed=1 + sum(worker.encode()))
+    return [
+        sample_entry(rollout, f"{worker}.{number}", prompt_token_ids=SHARED_PROMPT + ids)
+        for number, ids in enumerate(own)
+    ]
+
+
+def converse_from_a_process(make_sink: Callable[[], Any], rollout: str, worker: str, turns: int) -> int:
+    """Target of a spawned process: one conversation, call by call."""
+
+    async def main() -> None:
+        async with make_sink() as sink:
+            for entry in conversation_of(rollout, worker, turns):
+                await sink.begin_call(rollout, entry.model_call_id)
+                await sink.put(entry)
 
     asyncio.run(main())
     return os.getpid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,14 @@ lineages: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 )
 
 
+long_ids = st.builds(
+    lambda pattern, length: list(islice(cycle(pattern), length)),
+    st.lists(token_ids, min_size=1, max_size=4),
+    st.sampled_from([255, 256, 257, 600]),
+)
+"""Enough for several token blocks."""
+
+
 @st.composite
 def entry_fields(draw: st.DrawFn) -> dict[str, Any]:
     """The fields of any valid entry."""
@@ -127,7 +136,7 @@ def entry_fields(draw: st.DrawFn) -> dict[str, Any]:
         "rollout_id": draw(st.text(max_size=6)),
         "model_call_id": draw(st.text(max_size=6)),
         "model": draw(st.text(max_size=6)),
-        "prompt_token_ids": draw(st.lists(token_ids, max_size=6)),
+        "prompt_token_ids": draw(st.lists(token_ids, max_size=6) | long_ids),
         "generation_token_ids": generated,
         "generation_log_probs": [draw(finite_floats) for _ in generated],
         "routed_experts": draw(routed_experts),

@@ -83,9 +83,9 @@ def test_a_call_id_is_any_text(call: str) -> None:
     ("call", "why"),
     [
         ("", "it is empty"),
-        (None, "it is a NoneType"),
-        (5, "it is a int"),
-        (b"c", "it is a bytes"),
+        (None, "it is of type NoneType"),
+        (5, "it is of type int"),
+        (b"c", "it is of type bytes"),
         ("\ud800", "it is not valid UTF-8"),
         ("c" * 1_025, "it has 1025 bytes"),
         ("é" * 513, "it has 1026 bytes"),
