@@ -348,10 +348,9 @@ def _content_without_arrays(entry: Any) -> dict[str, Any]:
         # A changed entry may hold other types than declared; what matters is what they serialise to.
         dumped: Any = entry.model_dump(mode="json", exclude=set(_PACKED_FIELDS), warnings=False)
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
+        subject = {name: _text_or_none(getattr(entry, name)) for name in ("rollout_id", "model_call_id")}
         raise InvalidRecordError(
-            f"the record cannot be serialised: {_reason(error)}",
-            rollout_id=_text_or_none(getattr(entry, "rollout_id", None)),
-            model_call_id=_text_or_none(getattr(entry, "model_call_id", None)),
+            f"the record cannot be serialised: {_reason(error)} ({_name(subject)})", **subject
         ) from None
     if not isinstance(dumped, dict):
         raise InvalidRecordError(f"a {type(entry).__name__} is serialised as something else than its fields")

@@ -7,7 +7,8 @@ connection out of step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,8 @@ class Lanes:
         self._embedded = embedded
         self._count = count
         self._name = name
-        self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._jobs: deque[Job] = deque()
+        self._idle: deque[asyncio.Future[None]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
 
@@ -68,7 +70,8 @@ class Lanes:
             ]
         reply: asyncio.Future[Reply] = loop.create_future()
         reply.add_done_callback(_retrieve)
-        self._queue.put_nowait(Job(call, by_source, deadline, reply))
+        self._jobs.append(Job(call, by_source, deadline, reply))
+        self._wake_one()
         return reply
 
     async def close(self) -> None:
@@ -77,14 +80,15 @@ class Lanes:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        while not self._queue.empty():
-            _fail([self._queue.get_nowait()], BackendUnavailableError("the client was closed meanwhile"))
+        _fail(self._jobs, BackendUnavailableError("the client was closed meanwhile"))
+        self._jobs.clear()
 
     async def _run(self) -> None:
         link: Link | None = None
         try:
             while True:
-                batch = self._batch(await self._queue.get())
+                await self._some_jobs()
+                batch = self._batch()
                 if not batch:
                     continue
                 try:
@@ -106,12 +110,26 @@ class Lanes:
             await _close(link)
             raise
 
-    def _batch(self, first: Job) -> list[Job]:
+    def _wake_one(self) -> None:
+        while self._idle:
+            arrival = self._idle.popleft()
+            if not arrival.done():  # else its lane was cancelled
+                arrival.set_result(None)
+                return
+
+    async def _some_jobs(self) -> None:
+        """Wait until there is a job; asyncio's queue cannot be left quietly once its loop is closed."""
+        while not self._jobs:
+            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(arrival)
+            await arrival
+
+    def _batch(self) -> list[Job]:
         """Take what waits, as far as it goes well together; callers that left are passed over."""
-        batch = [first] if not first.reply.done() else []
-        nbytes = first.call.nbytes
-        while len(batch) < MAX_BATCH_CALLS and nbytes < MAX_BATCH_BYTES and not self._queue.empty():
-            job = self._queue.get_nowait()
+        batch: list[Job] = []
+        nbytes = 0
+        while self._jobs and len(batch) < MAX_BATCH_CALLS and nbytes < MAX_BATCH_BYTES:
+            job = self._jobs.popleft()
             if not job.reply.done():
                 batch.append(job)
                 nbytes += job.call.nbytes
@@ -147,7 +165,7 @@ async def _close(link: Link | None) -> None:
         await link.close()
 
 
-def _fail(batch: Sequence[Job], error: BaseException) -> None:
+def _fail(batch: Iterable[Job], error: BaseException) -> None:
     for job in batch:
         if not job.reply.done():
             job.reply.set_exception(error)

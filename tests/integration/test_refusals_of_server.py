@@ -18,6 +18,7 @@ from gym_capture_redis.errors import (
     CaptureError,
     ConfigurationError,
     DurabilityError,
+    InvalidRecordError,
     RecordTooLargeError,
     TokenCaptureRetiredError,
 )
@@ -104,7 +105,9 @@ async def test_the_right_password_works_as_a_setting_and_in_the_url(server: Real
     ids=" ".join,
 )
 async def test_a_user_without_a_permission_is_told_so(server: RealServer, rules: tuple[str, ...]) -> None:
-    check(await first_error(create_user(server, *rules)), ConfigurationError, "does not permit this user")
+    error = await first_error(create_user(server, *rules))
+    check(error, ConfigurationError, "does not permit this user")
+    check(error, ConfigurationError, r"docs/operations\.md lists them \(.*(permission|can't run)")
 
 
 async def test_where_config_is_forbidden_the_user_vouches_for_appendfsync(server: RealServer) -> None:
@@ -248,6 +251,60 @@ async def test_at_the_memory_limit_records_are_refused_and_all_that_frees_memory
         assert (len(snapshot.entries), snapshot.incomplete) == (1, False)
 
 
+# Records that are refused
+
+
+def with_changes(**changes: Any) -> Any:
+    """An entry that was valid when it was made."""
+    return sample_entry("odd", "c").model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": [-1]},
+        {"generation_log_probs": [-0.5]},
+        {"routed_experts": np.array(b"abc")},
+        {"model": None},
+        {"cum_len": object()},
+        {"output_items": [{"\ud800": 1}]},
+    ],
+    ids=repr,
+)
+async def test_a_record_refused_before_the_network_is_named_and_its_intent_still_tells(
+    valkey9: RealServer, namespace: str, changes: dict[str, Any]
+) -> None:
+    async with (
+        RedisTokenSink(valkey9.url, namespace=namespace) as sink,
+        RedisTokenSource(valkey9.url, namespace=namespace) as source,
+    ):
+        await sink.begin_call("odd", "c")
+        with pytest.raises(InvalidRecordError, match="call 'c' of rollout odd") as refusal:
+            await sink.put(with_changes(**changes))
+        assert (refusal.value.rollout_id, refusal.value.model_call_id) == ("odd", "c")
+        snapshot = await source.freeze("odd")
+        assert (len(snapshot.entries), snapshot.incomplete) == (0, True)
+
+
+async def test_details_of_a_refusal_above_their_limit_are_refused_and_leave_the_intent(
+    valkey9: RealServer, namespace: str
+) -> None:
+    async with (
+        RedisTokenSink(valkey9.url, namespace=namespace) as sink,
+        RedisTokenSource(valkey9.url, namespace=namespace) as source,
+    ):
+        for rollout, nbytes in (("fits", 60_000), ("too-long", 70_000)):
+            await sink.begin_call(rollout, "c")
+            refuse = sink.record_engine_refusal(rollout, model_call_id="c", code="full", why="x" * nbytes)
+            if rollout == "fits":
+                await refuse
+                continue
+            with pytest.raises(InvalidRecordError, match="more than 65536"):
+                await refuse
+        assert not (await source.freeze("fits")).incomplete
+        assert (await source.freeze("too-long")).incomplete
+
+
 # Records too large
 
 
@@ -258,7 +315,7 @@ async def test_a_record_above_the_limit_is_refused_before_it_is_sent(valkey9: Re
             RecordTooLargeError, match=r"limit max_record_bytes is 1000.*'c' of rollout too-large"
         ):
             await sink.put(sample_entry("too-large", "c", note="x" * 1_000))
-        assert sink._executors.get()._queue.empty()
+        assert not sink._executors.get()._lanes._jobs
 
 
 async def test_300_mb_of_routed_experts_are_refused_by_default(valkey9: RealServer, namespace: str) -> None:
@@ -289,6 +346,7 @@ async def test_where_nothing_listens_a_call_ends_at_its_deadline(kind: str, tmp_
     url = f"redis://user:{SECRET}@{where}/0" if kind == "tcp" else f"unix://user:{SECRET}@{where}"
     error = await first_error(url, timeout_s=0.3)
     check(error, BackendUnavailableError, rf"{re.escape(where)}.* no answer within 0\.3 s")
+    check(error, BackendUnavailableError, "Connect call failed" if kind == "tcp" else "No such file")
 
 
 async def test_a_server_that_starts_late_is_waited_for(one_server: RealServer) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, ConfigDict
 
@@ -420,6 +421,26 @@ async def test_an_entry_of_another_call_is_marked_not_stored(
     await commit_entry(entry(**other))
     assert (sink.entries, sink.marks, context.committed) == ([], [("rollout-1", "call-1")], False)
     only_log(caplog, logging.WARNING)
+
+
+class Incomparable:
+    """As numpy arrays and proxies of remote objects behave."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("cannot be compared")
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("name", ["rollout_id", "model_call_id"])
+@pytest.mark.parametrize("odd_id", [Incomparable(), np.array([1, 2]), b"call-1", 5], ids=repr)
+async def test_an_entry_whose_ids_are_no_text_is_marked_and_never_raised(
+    context: CaptureContext, sink: Sink, name: str, odd_id: Any
+) -> None:
+    broken = entry()
+    setattr(broken, name, odd_id)
+    await commit_entry(broken)
+    assert (sink.entries, sink.marks, context.committed) == ([], [("rollout-1", "call-1")], False)
 
 
 async def test_what_is_no_entry_at_all_is_marked_and_never_raised(

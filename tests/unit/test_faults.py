@@ -13,7 +13,7 @@ from gym_capture_redis.errors import (
     DurabilityError,
     UnsupportedFormatError,
 )
-from gym_capture_redis.faults import final_error, is_transient, is_unknown_script
+from gym_capture_redis.faults import explain, final_error, is_transient, is_unknown_script
 
 SERVER = "redis://server:6379/0"
 TOKENS = "987654321 987654322"
@@ -79,12 +79,12 @@ FINAL = [
         "runs no Lua scripts",
     ),
     (
-        redis_errors.ResponseError(f"ACL failure in script: User w has no permissions {TOKENS}"),
+        redis_errors.ResponseError("ACL failure in script: User w has no permissions to run 'hset'"),
         ConfigurationError,
         "does not permit",
     ),
     (
-        redis_errors.ResponseError(f"The user executing the script can't run this command {TOKENS}"),
+        redis_errors.ResponseError("The user executing the script can't run this command or subcommand"),
         ConfigurationError,
         "does not permit",
     ),
@@ -149,6 +149,35 @@ def test_no_message_quotes_what_the_server_quoted(
     error: Exception, _class: type[CaptureError], _message: str
 ) -> None:
     assert "98765432" not in str(final_error(error, SERVER))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "NOPERM User w has no permissions to run the 'evalsha' command",
+        "ACL failure in script: User w has no permissions to run the 'hset' command",
+        "The user executing the script can't run this command or subcommand",
+    ],
+)
+def test_a_missing_permission_is_told_in_the_words_of_the_server_but_not_at_any_length(said: str) -> None:
+    for error in (redis_errors.ResponseError(said), redis_errors.NoPermissionError(said)):
+        assert f"({said})" in str(final_error(error, SERVER))
+    assert len(str(final_error(redis_errors.ResponseError(said + 10_000 * "x"), SERVER))) < 500
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (redis_errors.ConnectionError("Error 111 connecting: Connection refused."), "Connection refused"),
+        (FileNotFoundError("No such file or directory"), "No such file or directory"),
+        (redis_errors.BusyLoadingError("it is loading its data"), "loading its data"),
+        (redis_errors.ResponseError(f"MISCONF {TOKENS}"), "MISCONF"),
+        (redis_errors.TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_why_a_step_is_tried_again_is_told_without_quoting_replies(error: Exception, shown: str) -> None:
+    assert shown in explain(error)
+    assert "98765432" not in explain(error)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,12 @@ from gym_capture_redis.settings import Durability
 
 SERVER = "redis://server:6379/0"
 ABLE = ServerFacts(
-    run_id="1", version=(7, 0, 15), aof_enabled=True, maxmemory_policy="noeviction", appendfsync="always"
+    run_id="1",
+    version=(7, 0, 15),
+    aof_enabled=True,
+    maxmemory_policy="noeviction",
+    appendfsync="always",
+    still_starting="",
 )
 
 
@@ -121,7 +126,38 @@ def test_the_replies_of_a_server_are_read() -> None:
         aof_enabled=True,
         maxmemory_policy="noeviction",
         appendfsync="everysec",
+        still_starting="",
     )
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("loading:1", "loading its data"),
+        ("loading:0 async_loading:1", "loading its data"),
+        ("aof_base_size:0 aof_rewrite_in_progress:1", "writing its first append-only file"),
+        (
+            "aof_base_size:0 aof_rewrite_in_progress:0 aof_rewrite_scheduled:1",
+            "writing its first append-only",
+        ),
+    ],
+)
+def test_a_server_that_cannot_tell_yet_says_why(lines: str, why: str) -> None:
+    assert why in ServerFacts.parse(INFO + lines.replace(" ", "\r\n").encode(), None).still_starting
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "loading:0 async_loading:0",
+        "aof_base_size:0 aof_rewrite_in_progress:0 aof_rewrite_scheduled:0",  # an empty server
+        "aof_base_size:88 aof_rewrite_in_progress:1",  # an ordinary rewrite
+        "aof_rewrite_in_progress:1",
+        "aof_enabled:0 aof_base_size:0 aof_rewrite_in_progress:1",
+    ],
+)
+def test_a_server_at_its_ordinary_work_is_ready(lines: str) -> None:
+    assert not ServerFacts.parse(INFO + lines.replace(" ", "\r\n").encode(), None).still_starting
 
 
 @pytest.mark.parametrize("config", [None, {}])

@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,8 @@ def test_a_url_is_shown_without_its_credentials(url: str, shown: str) -> None:
         ("unix:", "needs the path of the socket"),
         ("unix://run/redis.sock", "absolute path"),
         ("embedded://runs/today", "absolute path"),
+        ("embedded:runs/today", "absolute path, as in embedded:///absolute/path"),
+        ("embedded:./runs", "absolute path, as in embedded:///absolute/path"),
         ("redis://server:port", "cannot be parsed"),
         ("redis://server:-1", "cannot be parsed"),
         ("redis://server:65536", "cannot be parsed"),
@@ -234,7 +237,26 @@ def test_a_password_setting_is_never_shown() -> None:
 )
 def test_a_wrong_setting_is_refused_by_name(endpoint: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        endpoint("redis://server", **settings)
+        endpoint("rediss://server", **settings)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("url", ["redis://server", "unix:///run/s", "embedded:", "fakeredis://name"])
+@pytest.mark.parametrize("tls", [{}, {"check_hostname": False}, {"ca": "misspelt"}])
+def test_certificates_are_refused_where_nothing_would_be_encrypted(
+    endpoint: Any, url: str, tls: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"'tls' needs a rediss:// URL"):
+        endpoint(url, tls=tls)
+    assert endpoint(url, tls=None)._settings.tls is None
+
+
+@pytest.mark.parametrize("name", ["ca_certs_path", "cert_path", "key_path"])
+async def test_a_certificate_that_cannot_be_read_is_told_at_the_first_call(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "missing.pem")
+    async with RedisTokenSink("rediss://127.0.0.1:1", tls={name: path}) as sink:
+        with pytest.raises(ConfigurationError, match=rf"'tls\.{name}' names '{path}', which cannot be read"):
+            await sink.begin_call("r", "c")
 
 
 @pytest.mark.parametrize(
@@ -378,7 +400,7 @@ def test_a_factory_of_an_endpoint_can_be_pickled(endpoint: Any) -> None:
 
 @pytest.mark.parametrize("settings", [SinkSettings, SourceSettings])
 def test_settings_survive_pickling(settings: Any) -> None:
-    built = settings.build("redis://user:pw@server", "run", {"password": "other", "tls": {}})
+    built = settings.build("rediss://user:pw@server", "run", {"password": "other", "tls": {}})
     again = pickle.loads(pickle.dumps(built))
     assert again == built
     assert again.password.get_secret_value() == "other"

@@ -1,0 +1,218 @@
+"""A server that comes back without acknowledged steps must not make a rollout look complete."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from support.sample_entries import sample_entry
+from support.servers import RealServer
+
+from gym_capture_redis.errors import TokenCaptureRetiredError
+from gym_capture_redis.protocols import IncompleteCode
+from gym_capture_redis.sink import RedisTokenSink
+from gym_capture_redis.source import RedisTokenSource
+
+PATIENCE_S = 30.0
+SETTINGS: dict[str, Any] = {"namespace": "run", "timeout_s": PATIENCE_S}
+
+Step = Callable[[RedisTokenSink], Awaitable[None]]
+
+
+@pytest.fixture
+def server(real_server: RealServer) -> Iterator[RealServer]:
+    """A server of the test's own, to be killed and robbed of its data."""
+    with RealServer(real_server.binary) as own:
+        yield own
+
+
+def data_of(server: RealServer) -> Path:
+    return server.directory / "appendonlydir"
+
+
+def come_back_empty(server: RealServer) -> None:
+    server.kill()
+    shutil.rmtree(data_of(server))
+    server.start()
+
+
+def restart(server: RealServer) -> None:
+    server.kill()
+    server.start()
+
+
+async def capture(sink: RedisTokenSink, *calls: str, rollout: str = "r") -> None:
+    for call in calls:
+        await sink.begin_call(rollout, call)
+        await sink.put(sample_entry(rollout, call))
+
+
+async def reasons(server: RealServer, rollout: str = "r") -> list[tuple[str, str]]:
+    async with RedisTokenSource(server.url, **SETTINGS) as source:
+        return [(reason.code, reason.model_call_id) for reason in (await source.freeze(rollout)).reasons]
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def begin_and_put(sink: RedisTokenSink) -> None:
+    await capture(sink, "third")
+
+
+async def put_unannounced(sink: RedisTokenSink) -> None:
+    await sink.put(sample_entry("r", "third"))
+
+
+async def capture_a_call_again(sink: RedisTokenSink) -> None:
+    await capture(sink, "first")
+
+
+@pytest.mark.parametrize("step", [begin_and_put, put_unannounced, capture_a_call_again])
+async def test_a_server_that_comes_back_empty_makes_the_rollout_incomplete_at_the_next_step(
+    server: RealServer, caplog: pytest.LogCaptureFixture, step: Step
+) -> None:
+    async with RedisTokenSink(server.url, **SETTINGS) as sink:
+        await capture(sink, "first", "second")
+        await asyncio.to_thread(come_back_empty, server)
+        await step(sink)
+    ((code, _),) = await reasons(server)
+    assert code == IncompleteCode.MARKED
+    (message,) = errors_in(caplog)
+    assert "Rollout r" in message
+    assert "lacks steps that were acknowledged" in message
+
+
+async def test_a_call_announced_before_the_loss_is_refused_and_can_be_marked(server: RealServer) -> None:
+    async with RedisTokenSink(server.url, **SETTINGS) as sink:
+        await capture(sink, "first")
+        await sink.begin_call("r", "second")
+        await asyncio.to_thread(come_back_empty, server)
+        with pytest.raises(TokenCaptureRetiredError):
+            await sink.put(sample_entry("r", "second"))
+        await sink.mark_incomplete("r", "second")
+    assert await reasons(server) == [(IncompleteCode.MARKED, "second")]
+
+
+async def test_a_server_that_comes_back_with_older_data_is_found_out_too(
+    server: RealServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def keep_a_copy() -> None:
+        server.kill()
+        shutil.copytree(data_of(server), tmp_path / "older")
+        server.start()
+
+    def come_back_older() -> None:
+        server.kill()
+        shutil.rmtree(data_of(server))
+        shutil.copytree(tmp_path / "older", data_of(server))
+        server.start()
+
+    async with RedisTokenSink(server.url, **SETTINGS) as sink:
+        await capture(sink, "first")
+        await asyncio.to_thread(keep_a_copy)
+        await capture(sink, "second", "third")
+        assert errors_in(caplog) == []
+        await asyncio.to_thread(come_back_older)
+        await sink.put(sample_entry("r", "fourth"))
+    assert await reasons(server) == [(IncompleteCode.MARKED, "fourth")]
+    assert len(errors_in(caplog)) == 1
+
+
+async def test_a_restart_that_loses_nothing_marks_nothing(
+    server: RealServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with RedisTokenSink(server.url, **SETTINGS) as sink:
+        await capture(sink, "first")
+        await sink.begin_call("r", "second")
+        await asyncio.to_thread(restart, server)
+        await sink.put(sample_entry("r", "second"))
+        await capture(sink, "first", "third")
+    assert await reasons(server) == []
+    assert errors_in(caplog) == []
+
+
+@pytest.mark.parametrize("delete_first", [True, False])
+async def test_on_the_same_server_a_deleted_id_begins_again_unmarked(
+    real_server: RealServer, namespace: str, caplog: pytest.LogCaptureFixture, delete_first: bool
+) -> None:
+    async with (
+        RedisTokenSink(real_server.url, namespace=namespace) as sink,
+        RedisTokenSource(real_server.url, namespace=namespace) as source,
+    ):
+        await capture(sink, "first", "second")
+        if delete_first:
+            await source.delete(["r"])
+        await capture(sink, "first")
+        snapshot = await source.freeze("r")
+        assert (len(snapshot.entries), snapshot.incomplete) == (1 if delete_first else 2, False)
+    assert errors_in(caplog) == []
+
+
+# A server that is not ready yet
+
+
+async def until_it_says(server: RealServer, field: str, value: int) -> None:
+    """Poll INFO of a server that may not listen yet."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                with server.client() as client:
+                    info: Any = client.info("persistence")
+            except redis.ConnectionError:
+                info = {}
+            if info.get(field) == value:
+                return
+            await asyncio.sleep(0.005)
+
+
+def fill(server: RealServer, keys: int) -> None:
+    with server.client() as client:
+        pipe = client.pipeline(transaction=False)
+        for number in range(keys):
+            pipe.set(f"other{number}", "v")
+        pipe.execute()
+
+
+async def test_a_server_that_loads_its_data_is_waited_for(server: RealServer) -> None:
+    async with RedisTokenSink(server.url, **SETTINGS) as sink:
+        await sink.begin_call("r", "first")
+        fill(server, 6_000)
+        server.kill()
+        server.config["key-load-delay"] = "1"  # microseconds for each key, and what it costs to sleep at all
+        starting = asyncio.create_task(asyncio.to_thread(server.start))
+        await until_it_says(server, "loading", 1)
+        await asyncio.gather(
+            sink.put(sample_entry("r", "first")),
+            sink.begin_call("r", "second"),
+            sink.mark_incomplete("other", "lost"),
+        )
+        await starting
+    assert await reasons(server) == [(IncompleteCode.LOST_CALL, "second")]
+    assert await reasons(server, "other") == [(IncompleteCode.MARKED, "lost")]
+
+
+async def test_a_server_that_writes_its_first_append_only_file_is_waited_for(
+    real_server: RealServer,
+) -> None:
+    # Microseconds for each key: the child that writes the file takes half a second.
+    with RealServer(real_server.binary, appendonly="no", rdb_key_save_delay="10000") as server:
+        fill(server, 50)
+        with server.client() as client:
+            client.config_set("appendonly", "yes")
+            before: Any = client.info("persistence")
+            assert before["aof_rewrite_in_progress"] == 1
+            async with RedisTokenSink(server.url, **SETTINGS) as sink:
+                await capture(sink, "first")
+            after: Any = client.info("persistence")
+            assert (before["aof_base_size"], after["aof_rewrite_in_progress"]) == (0, 0)
+            assert after["aof_base_size"] > 0
+        server.config["appendonly"] = "yes"
+        await asyncio.to_thread(restart, server)
+        assert await reasons(server) == []
