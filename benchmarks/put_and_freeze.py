@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import struct
@@ -251,6 +252,9 @@ def run(url: str, rounds: int, console: Console) -> dict[str, Rates]:
     """All rounds, contenders interleaved."""
     entry_type = gym_compat.gym_attribute("records", "TokenEntry") or TokenEntry
     rollouts = expand(load_rollouts(), entry_type)
+    # A worker does not hold 26 million ids at once: the collector shall not walk over them in every round.
+    gc.collect()
+    gc.freeze()
     contenders: list[Callable[[], Any]] = [lambda: OurTransport(url), lambda: BareRedis(url)]
     if gym_compat.gym_package() is not None:
         contenders.append(GymFileStore)
