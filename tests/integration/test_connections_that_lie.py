@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from support.proxies import READ_BYTES, Proxy, StallingProxy
 from support.sample_entries import exact_dump, sample_entry
 from support.servers import RealServer
-from support.stalling_proxy import READ_BYTES, StallingProxy
 
 from gym_capture_redis.protocols import IncompleteCode
 from gym_capture_redis.sink import RedisTokenSink
@@ -38,25 +38,18 @@ OTHER_REPLIES = [
 ]
 
 
-class LyingProxy:
+class LyingProxy(Proxy):
     """Between a client and a server's unix socket: once, it adds a reply or gives another one instead.
 
     From the lie on, true replies come a little late: as they do where a reply too many goes unnoticed.
     """
 
     def __init__(self, socket_path: Path) -> None:
-        self._socket_path = socket_path
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        super().__init__(socket_path)
         self._lie = b""
         self._instead = False
         self._delay_s = 0.0
         self.connections = 0
-
-    @property
-    def url(self) -> str:
-        assert self._server is not None
-        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
 
     @property
     def has_lied(self) -> bool:
@@ -68,24 +61,11 @@ class LyingProxy:
     def replace(self, reply: bytes) -> None:
         self._lie, self._instead, self._delay_s = reply, True, 0.02
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.wait_closed()
-        await asyncio.sleep(0)  # aborted transports close their sockets in the next step of the loop
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        server_reader, server_writer = await asyncio.open_unix_connection(str(self._socket_path))
-        for pump in (self._up(reader, server_writer), self._down(server_reader, writer)):
-            self._tasks.add(asyncio.create_task(pump))
+        server_reader, server_writer = await asyncio.open_unix_connection(str(self.socket_path))
+        pumps = (self._up(reader, server_writer), self._down(server_reader, writer))
+        await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.proxies import StallingProxy
 from support.sample_entries import exact_dump, sample_entry
 from support.servers import RealServer, free_port
-from support.stalling_proxy import StallingProxy
 
 from gym_capture_redis.errors import (
     BackendUnavailableError,

@@ -1,4 +1,4 @@
-"""A TCP proxy that can forget its connections, as a host does that loses its power: no reset, no reply."""
+"""TCP proxies in front of a server's unix socket, for connections that do not do what they should."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Self
 READ_BYTES = 2**16
 
 
-class StallingProxy:
-    """Between a client and a server's unix socket. ``stall`` holds all that is connected, for good."""
+class Proxy:
+    """Listens on a free port. A subclass says in ``serve`` what becomes of a connection."""
 
     def __init__(self, socket_path: Path) -> None:
-        self._socket_path = socket_path
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self.socket_path = socket_path
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -23,12 +21,6 @@ class StallingProxy:
     def url(self) -> str:
         assert self._server is not None
         return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
-
-    def stall(self) -> None:
-        """Pass nothing on for the connections of now; those to come are served."""
-        self._flowing.clear()
-        self._flowing = asyncio.Event()
-        self._flowing.set()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
@@ -43,14 +35,30 @@ class StallingProxy:
         await self._server.wait_closed()
         await asyncio.sleep(0)  # aborted transports close their sockets in the next step of the loop
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._serve(reader, writer, self._flowing))
-        self._tasks.add(task)
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
 
-    async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event
-    ) -> None:
-        server_reader, server_writer = await asyncio.open_unix_connection(str(self._socket_path))
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.add(asyncio.create_task(self.serve(reader, writer)))
+
+
+class StallingProxy(Proxy):
+    """Can forget its connections, as a host does that loses its power: no reset, no reply."""
+
+    def __init__(self, socket_path: Path) -> None:
+        super().__init__(socket_path)
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+
+    def stall(self) -> None:
+        """Pass nothing on for the connections of now; those to come are served."""
+        self._flowing.clear()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        flowing = self._flowing
+        server_reader, server_writer = await asyncio.open_unix_connection(str(self.socket_path))
         pumps = [
             asyncio.ensure_future(_pump(reader, server_writer, flowing)),
             asyncio.ensure_future(_pump(server_reader, writer, flowing)),
