@@ -47,15 +47,28 @@ class AttemptMemory:
         return self._announced.get((rollout_id, model_call_id))
 
     def has_lost(self, rollout_id: str, reply: Reply) -> bool:
-        """Whether ``reply`` comes from another server, which lacks acknowledged steps of the rollout."""
+        """Whether ``reply`` comes from another server, which lacked acknowledged steps of the rollout.
+
+        Only asks: what was noticed stays so until ``note`` is called, so that a mark that fails is made
+        by the next step. ``reply`` is one of a step that counts itself when it is accepted (OK).
+        """
+        before = self._positions.get(rollout_id)
+        if before is None or before.run_id == reply.run_id or time.monotonic() - before.at_s > REMEMBERED_S:
+            return False
+        seq_before_step = reply.seq - (reply.code == "OK")
+        return reply.incarnation != before.incarnation or seq_before_step < before.seq
+
+    def note(self, rollout_id: str, reply: Reply) -> None:
+        """Remember how far the rollout was by ``reply``."""
         now = _Position(reply.incarnation, reply.seq, reply.run_id, time.monotonic())
         before = self._positions.get(rollout_id)
-        if before is None or before.run_id == now.run_id or now.at_s - before.at_s > REMEMBERED_S:
-            if before is None or now.incarnation != before.incarnation or now.seq > before.seq:
-                _store(self._positions, rollout_id, now)
-            return False
-        _store(self._positions, rollout_id, now)
-        return now.incarnation != before.incarnation or now.seq < before.seq
+        same_attempt = before is not None and (before.incarnation, before.run_id) == (
+            now.incarnation,
+            now.run_id,
+        )
+        # Replies to concurrent calls may come in any order.
+        if before is None or not same_attempt or now.seq >= before.seq:
+            _store(self._positions, rollout_id, now)
 
 
 def _store(kept: OrderedDict[K, V], key: K, value: V) -> None:

@@ -38,9 +38,7 @@ STATE_FIELDS = (
     b"ends",
 )
 
-INDEX = b"i:"
 RECORD = b"r:"
-BLOCK = b"b:"
 INTENT = b"n:"
 FAILURE = b"f:"
 REFUSAL = b"x:"

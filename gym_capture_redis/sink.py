@@ -112,6 +112,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             reply = await executor.run(call, subject, deadline=deadline, urgent=True)
         if reply.code != "OK":
             raise_refusal(reply, subject)
+        self._attempts.note(rollout_id, reply)
 
     async def record_engine_refusal(
         self, rollout_id: str, *, model_call_id: str, code: str, **details: Any
@@ -140,28 +141,30 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             details=codec.encode_refusal(rollout_id, model_call_id, code, details),
         )
         executor = self._executors.get()
-        reply = await executor.run(call, subject, deadline=executor.deadline(), urgent=True)
+        deadline = executor.deadline()
+        reply = await executor.run(call, subject, deadline=deadline, urgent=True)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
+        await self._mark_if_lost(executor, key, subject, reply, deadline)
 
     async def _mark_if_lost(
         self, executor: Executor, key: bytes, subject: Subject, reply: scripts.Reply, deadline: float
     ) -> None:
         """Mark the rollout if the server came back without steps that it had acknowledged to this sink."""
-        if not self._attempts.has_lost(subject.rollout_id, reply):
-            return
-        logger.error(
-            "Rollout %s: another Redis server answers than before, and lacks steps that were acknowledged; "
-            "the rollout is marked incomplete.",
-            subject.rollout_id,
-        )
-        call = scripts.mark(
-            key,
-            subject.model_call_id or "",
-            new_incarnation=new_incarnation(),
-            incarnation=reply.incarnation,
-        )
-        await executor.run(call, subject, deadline=deadline, urgent=True)
+        if self._attempts.has_lost(subject.rollout_id, reply):
+            logger.error(
+                "Rollout %s: another Redis server answers than before, and lacks steps that were "
+                "acknowledged; the rollout is marked incomplete.",
+                subject.rollout_id,
+            )
+            call = scripts.mark(
+                key,
+                subject.model_call_id or "",
+                new_incarnation=new_incarnation(),
+                incarnation=reply.incarnation,
+            )
+            await executor.run(call, subject, deadline=deadline, urgent=True)
+        self._attempts.note(subject.rollout_id, reply)
 
     async def _encode(self, executor: Executor, entry: Any, deadline: float) -> codec.EncodedRecord:
         taken = codec.take(entry)

@@ -14,7 +14,8 @@ import redis
 from support.sample_entries import sample_entry
 from support.servers import RealServer
 
-from gym_capture_redis.errors import TokenCaptureRetiredError
+from gym_capture_redis import scripts
+from gym_capture_redis.errors import BackendUnavailableError, TokenCaptureRetiredError
 from gym_capture_redis.protocols import IncompleteCode
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
@@ -100,26 +101,58 @@ async def test_a_call_announced_before_the_loss_is_refused_and_can_be_marked(ser
     assert await reasons(server) == [(IncompleteCode.MARKED, "second")]
 
 
-async def test_a_server_that_comes_back_with_older_data_is_found_out_too(
-    server: RealServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    def keep_a_copy() -> None:
-        server.kill()
-        shutil.copytree(data_of(server), tmp_path / "older")
-        server.start()
+def keep_a_copy(server: RealServer, older: Path) -> None:
+    server.kill()
+    shutil.copytree(data_of(server), older)
+    server.start()
 
-    def come_back_older() -> None:
-        server.kill()
-        shutil.rmtree(data_of(server))
-        shutil.copytree(tmp_path / "older", data_of(server))
-        server.start()
+
+def come_back_older(server: RealServer, older: Path) -> None:
+    server.kill()
+    shutil.rmtree(data_of(server))
+    shutil.copytree(older, data_of(server))
+    server.start()
+
+
+@pytest.mark.parametrize("step", [begin_and_put, put_unannounced])
+async def test_the_loss_of_nothing_but_a_mark_is_found_out(
+    server: RealServer, tmp_path: Path, step: Step
+) -> None:
+    async with RedisTokenSink(server.url, **SETTINGS) as sink:
+        await capture(sink, "first")
+        await asyncio.to_thread(keep_a_copy, server, tmp_path / "older")
+        await sink.mark_incomplete("r", "second")
+        await asyncio.to_thread(come_back_older, server, tmp_path / "older")
+        await step(sink)
+    assert await reasons(server) == [(IncompleteCode.MARKED, "third")]
+
+
+async def test_a_loss_whose_mark_fails_is_marked_by_the_next_step(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: object, **__: object) -> None:
+        raise BackendUnavailableError("not now")
 
     async with RedisTokenSink(server.url, **SETTINGS) as sink:
         await capture(sink, "first")
-        await asyncio.to_thread(keep_a_copy)
+        await asyncio.to_thread(come_back_empty, server)
+        with monkeypatch.context() as broken:
+            broken.setattr(scripts, "mark", unavailable)
+            with pytest.raises(BackendUnavailableError):
+                await sink.begin_call("r", "second")
+        await capture(sink, "second")
+    assert await reasons(server) == [(IncompleteCode.MARKED, "second")]
+
+
+async def test_a_server_that_comes_back_with_older_data_is_found_out_too(
+    server: RealServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    async with RedisTokenSink(server.url, **SETTINGS) as sink:
+        await capture(sink, "first")
+        await asyncio.to_thread(keep_a_copy, server, tmp_path / "older")
         await capture(sink, "second", "third")
         assert errors_in(caplog) == []
-        await asyncio.to_thread(come_back_older)
+        await asyncio.to_thread(come_back_older, server, tmp_path / "older")
         await sink.put(sample_entry("r", "fourth"))
     assert await reasons(server) == [(IncompleteCode.MARKED, "fourth")]
     assert len(errors_in(caplog)) == 1

@@ -14,13 +14,15 @@ from gym_capture_redis.scripts import Reply
 CLOCK_S = 1_000.0
 
 
-def reply(incarnation: str = "first", seq: int = 5, run_id: str = "server-1") -> Reply:
-    return Reply("OK", incarnation, seq, 1, (), run_id)
+def reply(incarnation: str = "first", seq: int = 5, run_id: str = "server-1", code: str = "SAME") -> Reply:
+    return Reply(code, incarnation, seq, 1, (), run_id)
 
 
 def memory_after(*replies: Reply) -> AttemptMemory:
     memory = AttemptMemory()
-    assert not any(memory.has_lost("r", earlier) for earlier in replies)
+    for earlier in replies:
+        assert not memory.has_lost("r", earlier)
+        memory.note("r", earlier)
     return memory
 
 
@@ -44,6 +46,12 @@ def test_another_server_must_know_the_attempt_and_all_its_steps(later: dict[str,
     assert memory_after(reply()).has_lost("r", reply(run_id="server-2", **later)) == lost
 
 
+@pytest.mark.parametrize(("seq", "lost"), [(7, False), (6, False), (5, True), (1, True)])
+def test_an_accepted_step_counts_itself_and_does_not_hide_that_one_was_lost(seq: int, lost: bool) -> None:
+    accepted = reply(seq=seq, run_id="server-2", code="OK")
+    assert memory_after(reply(seq=5)).has_lost("r", accepted) == lost
+
+
 @pytest.mark.parametrize("later", [{"seq": 4}, {"seq": 6}, {"incarnation": "second", "seq": 1}])
 def test_on_the_same_server_replies_may_come_in_any_order_and_ids_may_begin_again(
     later: dict[str, Any],
@@ -61,10 +69,12 @@ def test_a_new_attempt_on_the_same_server_is_what_counts_from_then_on() -> None:
     assert not memory.has_lost("r", reply("second", seq=2, run_id="server-2"))
 
 
-def test_a_loss_is_told_once() -> None:
+def test_a_loss_is_told_until_it_is_noted_that_it_was_dealt_with() -> None:
     memory = memory_after(reply())
     forgetful = reply("second", seq=1, run_id="server-2")
     assert memory.has_lost("r", forgetful)
+    assert memory.has_lost("r", forgetful)
+    memory.note("r", forgetful)
     assert not memory.has_lost("r", forgetful)
     assert memory.has_lost("r", reply("second", seq=0, run_id="server-3"))
 
@@ -104,6 +114,7 @@ def test_the_oldest_are_forgotten_first_and_use_makes_young(monkeypatch: pytest.
 
     for rollout, seq in (("a", 1), ("b", 1), ("a", 2), ("c", 1)):
         assert not memory.has_lost(rollout, reply(seq=seq))
+        memory.note(rollout, reply(seq=seq))
     forgetful = reply("second", seq=1, run_id="server-2")
     assert memory.has_lost("a", forgetful)
     assert not memory.has_lost("b", forgetful)

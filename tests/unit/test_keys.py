@@ -127,6 +127,6 @@ def test_a_malformed_refusal_code_is_refused_with_the_reason(code: Any, why: str
 
 
 def test_the_prefixes_of_fields_are_two_bytes_and_differ() -> None:
-    prefixes = [keys.INDEX, keys.RECORD, keys.INTENT, keys.FAILURE, keys.REFUSAL, b"s:", b"o:"]
+    prefixes = [b"i:", b"b:", keys.RECORD, keys.INTENT, keys.FAILURE, keys.REFUSAL, b"s:", b"o:"]
     assert len(set(prefixes)) == len(prefixes)
     assert {len(prefix) for prefix in prefixes} == {2}
