@@ -62,13 +62,14 @@ class AttemptMemory:
         """Remember how far the rollout was by ``reply``."""
         now = _Position(reply.incarnation, reply.seq, reply.run_id, time.monotonic())
         before = self._positions.get(rollout_id)
-        same_attempt = before is not None and (before.incarnation, before.run_id) == (
-            now.incarnation,
-            now.run_id,
-        )
-        # Replies to concurrent calls may come in any order.
-        if before is None or not same_attempt or now.seq >= before.seq:
-            _store(self._positions, rollout_id, now)
+        # Replies to concurrent calls come in any order: an older one must not lower what was acknowledged.
+        if (
+            before
+            and (before.incarnation, before.run_id) == (now.incarnation, now.run_id)
+            and now.seq < before.seq
+        ):
+            return
+        _store(self._positions, rollout_id, now)
 
 
 def _store(kept: OrderedDict[K, V], key: K, value: V) -> None:
