@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gym_capture_redis.blocks import BLOCK_IDS, ROOT, TokenSequence
+from gym_capture_redis.blocks import ROOT, TokenSequence
 
 MAX_BRANCHES = 4
 """Sequences kept for each rollout; older branches are hashed anew."""
@@ -33,6 +32,12 @@ class _Rollout:
     def nbytes(self) -> int:
         kept = sum(sequence.ids.nbytes + 8 * len(sequence.names) for sequence in self.sequences)
         return _ROLLOUT_BYTES + _NAME_BYTES * len(self.stored) + kept
+
+    def keep(self, sequence: TokenSequence) -> None:
+        """Add a sequence, in place of those that it goes on from, unless it would spare no hashing."""
+        if sequence.names and not any(sequence.end in kept.names for kept in self.sequences):
+            others = [kept for kept in self.sequences if kept.end not in sequence.names]
+            self.sequences = (sequence.without_tail(), *others)[:MAX_BRANCHES]
 
 
 class _Contents:
@@ -78,18 +83,11 @@ class BlockCache:
 
     def learn(self, rollout_id: str, incarnation: str, names: Iterable[bytes]) -> None:
         """These blocks, and with them all before them, are stored."""
-        with self._changing(rollout_id, incarnation) as rollout:
-            rollout.stored.update(name for name in names if name != ROOT)
+        self._add(rollout_id, incarnation, [name for name in names if name != ROOT], None)
 
     def remember(self, rollout_id: str, incarnation: str, sequence: TokenSequence) -> None:
         """The sequence is stored: keep it for the calls that go on from it."""
-        with self._changing(rollout_id, incarnation) as rollout:
-            rollout.stored.update(sequence.names)
-            if not sequence.names or any(sequence.end in kept.names for kept in rollout.sequences):
-                return  # nothing that would spare more hashing
-            full = TokenSequence(sequence.ids[: len(sequence.names) * BLOCK_IDS], sequence.names)
-            others = [kept for kept in rollout.sequences if kept.end not in sequence.names]
-            rollout.sequences = (full, *others)[:MAX_BRANCHES]
+        self._add(rollout_id, incarnation, sequence.names, sequence)
 
     def forget(self, rollout_id: str) -> None:
         """What was believed to be stored is not."""
@@ -107,9 +105,10 @@ class BlockCache:
             self._own = _Contents()
         return self._own
 
-    @contextmanager
-    def _changing(self, rollout_id: str, incarnation: str) -> Iterator[_Rollout]:
-        """The rollout, to be changed; afterwards it is the newest, and the oldest make room for it."""
+    def _add(
+        self, rollout_id: str, incarnation: str, names: Sequence[bytes], sequence: TokenSequence | None
+    ) -> None:
+        """Add to the rollout, which is the newest now; the oldest make room for it."""
         contents = self._contents()
         with contents.lock:
             rollout = contents.rollouts.pop(rollout_id, None)
@@ -119,7 +118,9 @@ class BlockCache:
                 contents.nbytes -= rollout.nbytes
             if rollout.incarnation != incarnation:
                 rollout.incarnation, rollout.stored = incarnation, set()
-            yield rollout
+            rollout.stored.update(names)
+            if sequence is not None:
+                rollout.keep(sequence)
             contents.rollouts[rollout_id] = rollout
             contents.nbytes += rollout.nbytes
             while contents.nbytes > self._max_bytes and contents.rollouts:

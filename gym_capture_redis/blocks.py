@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gym_capture_redis.packing import Array, Packed, pack_integers, unpack_integers
+from gym_capture_redis.packing import Array, Packed, pack_integers, pack_rows, unpack_integers
 
 BLOCK_IDS = 256
 """Ids in a block. Part of the format, never a setting."""
@@ -33,10 +33,14 @@ _NOTHING = np.empty(0, "<u4")
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """The ids of a call, and ``names`` of its full blocks, root first."""
+    """The ids of a call, and ``names`` of its full blocks, root first.
+
+    ``values`` are the stored values of the last of them, as many as had to be hashed for their names.
+    """
 
     ids: Array
     names: tuple[bytes, ...]
+    values: tuple[bytes, ...] = ()
 
     @property
     def end(self) -> bytes:
@@ -54,19 +58,25 @@ class TokenSequence:
 
     def blocks_from(self, index: int) -> list[tuple[bytes, bytes]]:
         """Names and stored values of the full blocks from number ``index`` on."""
-        return [
-            (self.names[number], _block_value(self.parent(number), self.ids, number))
-            for number in range(index, len(self.names))
-        ]
+        hashed = len(self.names) - len(self.values)
+        if index >= hashed:
+            values = list(self.values[index - hashed :])
+        else:
+            packed = _packed_blocks(self.ids, index, hashed)
+            parents = [self.parent(number) for number in range(index, hashed)]
+            values = [*map(_block_value, parents, packed), *self.values]
+        return list(zip(self.names[index:], values, strict=True))
+
+    def without_tail(self) -> TokenSequence:
+        """Its full blocks, without their values: what is worth keeping for the calls that go on from it."""
+        return TokenSequence(self.ids[: len(self.names) * BLOCK_IDS], self.names)
 
     def shared_blocks(self, ids: Array) -> int:
         """How many of its full blocks another sequence begins with."""
         length = min(len(self.names), len(ids) // BLOCK_IDS) * BLOCK_IDS
         ours, theirs = self.ids[:length], ids[:length]
-        if np.array_equal(ours, theirs):
-            return length // BLOCK_IDS
-        differing = np.flatnonzero(ours != theirs)
-        return (int(differing[0]) if differing.size else length) // BLOCK_IDS
+        equal = ours == theirs
+        return (length if equal.all() else int(equal.argmin())) // BLOCK_IDS
 
 
 def cut(ids: Array, earlier: Iterable[TokenSequence] = ()) -> TokenSequence:
@@ -76,10 +86,11 @@ def cut(ids: Array, earlier: Iterable[TokenSequence] = ()) -> TokenSequence:
         shared = sequence.shared_blocks(ids)
         if shared > len(known):
             known = sequence.names[:shared]
-    names = list(known)
-    for index in range(len(known), len(ids) // BLOCK_IDS):
-        names.append(_name(_block_value(names[-1] if names else ROOT, ids, index)))
-    return TokenSequence(ids, tuple(names))
+    names, values = list(known), []
+    for packed in _packed_blocks(ids, len(known), len(ids) // BLOCK_IDS):
+        values.append(_block_value(names[-1] if names else ROOT, packed))
+        names.append(_name(values[-1]))
+    return TokenSequence(ids, tuple(names), tuple(values))
 
 
 @dataclass
@@ -188,6 +199,12 @@ def _name(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=NAME_BYTES).digest()
 
 
-def _block_value(parent: bytes, ids: Array, index: int) -> bytes:
-    packed = pack_integers(ids[index * BLOCK_IDS : (index + 1) * BLOCK_IDS])
+def _packed_blocks(ids: Array, start: int, stop: int) -> list[Packed]:
+    """The ids of the full blocks from number ``start`` to before ``stop``."""
+    if start >= stop:
+        return []
+    return pack_rows(ids[start * BLOCK_IDS : stop * BLOCK_IDS].reshape(-1, BLOCK_IDS))
+
+
+def _block_value(parent: bytes, packed: Packed) -> bytes:
     return parent + packed.type.encode("ascii") + packed.raw

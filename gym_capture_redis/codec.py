@@ -43,8 +43,32 @@ MAX_DETAILS_BYTES = 65_536
 LARGE_TOKENS = 65_536
 """Records above this many tokens, or with routed experts, are worth a thread of their own."""
 
+_OMITTED_VALUES: dict[str, Any] = {
+    "schema_version": 1,
+    "model": "",
+    "output_items": [],
+    "token_item_index": None,
+    "response_id": None,
+    "parent_call_id": None,
+    "cum_len": None,
+    "digest": None,
+    "parent_resolution": None,
+    "continuation_fingerprint": "",
+    "continuation_context_len": 0,
+    "continuation_context_digest": "",
+    "parent_resolution_reason": "",
+    "fingerprint_version": None,
+    "prompt_is_delta": False,
+    "prefix_requested": False,
+    "prefix_supplied": False,
+}
+"""Values that a stored record leaves out, and every reader puts back. Part of the format, never changed."""
+
+_SUBJECT_FIELDS = ("rollout_id", "model_call_id")
+"""They are in the names of key and field; the digest covers them."""
+
 _ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-_PACKED_FIELDS = frozenset((*_ARRAY_FIELDS, "routed_experts"))
+_PACKED_FIELDS = {*_ARRAY_FIELDS, "routed_experts"}
 _EMPTY_ARRAYS: dict[str, Any] = {name: [] for name in _ARRAY_FIELDS}
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException)
 
@@ -83,9 +107,9 @@ class ParsedRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a record consists of, and what its digest covers."""
+    """What a record consists of, and what its digest covers. ``fields`` are the small ones that it stores."""
 
-    small_fields: dict[str, Any]
+    fields: dict[str, Any]
     end: bytes
     tail: Packed
     prompt_length: int
@@ -96,7 +120,7 @@ class _Parts:
         record: bytes = msgpack.packb(
             {
                 "v": RECORD_FORMAT,
-                "e": self.small_fields,
+                "e": self.fields,
                 "c": self.end,
                 "t": [self.tail.type, self.tail.raw],
                 "p": self.prompt_length,
@@ -115,24 +139,22 @@ class _Parts:
         tail, log_probs = Packed(*fields["t"]), Packed(*fields["l"])
         return cls(fields["e"], fields["c"], tail, fields["p"], log_probs, fields["x"])
 
-    def digest(self) -> bytes:
-        """BLAKE2b over lengths and parts: sorted JSON of the small fields, then each packed array."""
+    def digest(self, rollout_id: str, model_call_id: str) -> bytes:
+        """BLAKE2b over a head with all lengths, sorted JSON of the small fields, then each packed array."""
         *experts_head, experts_body = [b""] if self.experts is None else self.experts
         if not isinstance(experts_body, bytes):
             experts_body = _canonical_json(experts_body)
-        parts = [
-            _canonical_json(self.small_fields),
-            self.end,
-            self.tail.raw,
-            self.log_probs.raw,
-            experts_body,
+        parts = [_canonical_json(self.fields), self.end, self.tail.raw, self.log_probs.raw, experts_body]
+        head = [
+            rollout_id,
+            model_call_id,
+            self.tail.type,
+            self.prompt_length,
+            self.log_probs.type,
+            experts_head,
+            list(map(len, parts)),
         ]
-        lengths = [len(part) for part in parts]
-        head = [self.tail.type, self.prompt_length, self.log_probs.type, experts_head, lengths]
-        hasher = hashlib.blake2b(_canonical_json(head), digest_size=DIGEST_BYTES)
-        for part in parts:
-            hasher.update(part)
-        return hasher.digest()
+        return hashlib.blake2b(b"".join([msgpack.packb(head), *parts]), digest_size=DIGEST_BYTES).digest()
 
 
 def is_large(entry: Any) -> bool:
@@ -205,14 +227,15 @@ def encode_taken(
         _check_lengths(len(generation), log_probs)
         sequence = cut(np.concatenate([prompt, generation]), earlier)
         parts = _Parts(
-            small_fields,
+            _without_omitted(small_fields),
             sequence.end,
             sequence.tail,
             len(prompt),
             log_probs,
             pack_experts(entry.routed_experts),
         )
-        record, digest = parts.packed(), parts.digest()
+        rollout_id, model_call_id = (small_fields[name] for name in _SUBJECT_FIELDS)
+        record, digest = parts.packed(), parts.digest(rollout_id, model_call_id)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({_name(subject)})", **subject) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -226,7 +249,7 @@ def encode_taken(
             f"({_name(subject)})",
             **subject,
         )
-    return EncodedRecord(small_fields["rollout_id"], small_fields["model_call_id"], digest, record, sequence)
+    return EncodedRecord(rollout_id, model_call_id, digest, record, sequence)
 
 
 def parse(record: bytes, digest: bytes, *, rollout_id: str, model_call_id: str) -> ParsedRecord:
@@ -239,15 +262,11 @@ def parse(record: bytes, digest: bytes, *, rollout_id: str, model_call_id: str) 
     about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
     try:
         parts = _Parts.unpacked(record)
-        fields = parts.small_fields
-        intact = parts.digest() == digest and (fields["rollout_id"], fields["model_call_id"]) == (
-            rollout_id,
-            model_call_id,
-        )
+        intact = parts.digest(rollout_id, model_call_id) == digest
         parsed = ParsedRecord(
             rollout_id,
             model_call_id,
-            fields,
+            {**_OMITTED_VALUES, **parts.fields, **about},
             parts.end,
             unpack_integers(parts.tail),
             parts.prompt_length,
@@ -346,7 +365,7 @@ def _content_without_arrays(entry: Any) -> dict[str, Any]:
         raise InvalidRecordError(f"put takes a TokenEntry; this {type(entry).__name__} lacks {missing[0]}")
     try:
         # A changed entry may hold other types than declared; what matters is what they serialise to.
-        dumped: Any = entry.model_dump(mode="json", exclude=set(_PACKED_FIELDS), warnings=False)
+        dumped: Any = entry.model_dump(mode="json", exclude=_PACKED_FIELDS, warnings=False)
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
         subject = {name: _text_or_none(getattr(entry, name)) for name in ("rollout_id", "model_call_id")}
         raise InvalidRecordError(
@@ -357,20 +376,29 @@ def _content_without_arrays(entry: Any) -> dict[str, Any]:
     return dumped
 
 
-def _check_rereading(rest: dict[str, Any]) -> None:
+def _check_rereading(small_fields: dict[str, Any]) -> None:
     """Refuse what a reader would refuse, or would load as something else."""
     try:
-        reread = TokenEntry.model_validate(rest | _EMPTY_ARRAYS)
+        reread = TokenEntry.model_validate(small_fields | _EMPTY_ARRAYS)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InvalidRecordError(
             f"the record is invalid: {where + ': ' if where else ''}{first['msg']}"
         ) from None
-    dumped = reread.model_dump(mode="json", exclude=set(_PACKED_FIELDS))
-    changed = [name for name, value in rest.items() if dumped[name] != value]
+    read = reread.__dict__ | (reread.model_extra or {})
+    changed = [name for name, value in small_fields.items() if read[name] != value]
     if changed:
         raise InvalidRecordError(f"the record is invalid: {changed[0]} would be read back as another value")
+
+
+def _without_omitted(small_fields: dict[str, Any]) -> dict[str, Any]:
+    """What is stored of the small fields."""
+    return {
+        name: value
+        for name, value in small_fields.items()
+        if name not in _SUBJECT_FIELDS and (name not in _OMITTED_VALUES or value != _OMITTED_VALUES[name])
+    }
 
 
 def _check_lengths(generated: int, log_probs: Packed) -> None:

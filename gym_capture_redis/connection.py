@@ -1,6 +1,6 @@
-"""Clients of redis-py, one connection each, verified every time they connect.
+"""Connections of redis-py, verified every time they connect.
 
-The only module that knows redis-py's clients; which exceptions mean what is in ``faults.py``.
+The only module that knows redis-py's connections; which exceptions mean what is in ``faults.py``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from redis.asyncio import Redis
-from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import (
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, InvalidResponse, NoPermissionError, ResponseError
@@ -41,7 +45,7 @@ class Link:
         self._server = str(settings.url)
         self.run_id = ""
         self._transport: asyncio.WriteTransport | None = None
-        self._client = self._open_fake() if settings.url.scheme == "fakeredis" else self._open(embedded)
+        self._connection = self._open_fake() if settings.url.scheme == "fakeredis" else self._open(embedded)
 
     @property
     def flagged(self) -> bool:
@@ -60,14 +64,14 @@ class Link:
             DurabilityError, ConfigurationError: the server was refused.
 
         """
-        pipe = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipe.execute_command(*command)
+        connection = self._connection
+        if not connection.is_connected:
+            await connection.connect()
         # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
         nonce = secrets.token_bytes(8)
-        pipe.execute_command("ECHO", nonce)
-        # Never raise_on_error: that quotes the beginning of the command, token data included.
-        *replies, echo = await pipe.execute(raise_on_error=False)
+        packed = connection.pack_commands([*commands, ("ECHO", nonce)])
+        await connection.send_packed_command(packed, check_health=False)
+        *replies, echo = [await _reply(connection) for _ in range(len(commands) + 1)]
         if echo != nonce:
             raise InvalidResponse("the replies are out of step with the commands")
         return replies
@@ -75,7 +79,7 @@ class Link:
     async def close(self) -> None:
         """Close the connection. Idempotent."""
         self._abort()
-        await self._client.aclose(close_connection_pool=True)
+        await self._connection.disconnect(nowait=True)
 
     def _abort(self) -> None:
         """Give up what was not sent yet; closing in the ordinary way would wait for the server to take it."""
@@ -83,7 +87,7 @@ class Link:
         if transport is not None:
             transport.abort()
 
-    def _open(self, embedded: EmbeddedServer | None) -> Redis:
+    def _open(self, embedded: EmbeddedServer | None) -> AbstractConnection:
         settings, url = self._settings, self._settings.url
         options: dict[str, Any] = {
             "db": url.db,
@@ -95,19 +99,15 @@ class Link:
             "socket_connect_timeout": None,
             "redis_connect_func": self._verify,
         }
-        connection_class: type[Connection | UnixDomainSocketConnection]
         if embedded is not None or url.scheme == "unix":
-            connection_class = UnixDomainSocketConnection
-            options["path"] = str(embedded.socket_path) if embedded is not None else url.path
-        else:
-            connection_class = SSLConnection if url.scheme == "tls" else Connection
-            options |= {"host": url.host, "port": url.port, "socket_keepalive": True}
-            options |= _tls_options(settings.tls or TlsSettings()) if url.scheme == "tls" else {}
-        return Redis(
-            connection_pool=ConnectionPool(connection_class=connection_class, max_connections=1, **options)
-        )
+            path = str(embedded.socket_path) if embedded is not None else url.path
+            return UnixDomainSocketConnection(path=path, **options)
+        options |= {"host": url.host, "port": url.port, "socket_keepalive": True}
+        if url.scheme == "tls":
+            return SSLConnection(**options, **_tls_options(settings.tls or TlsSettings()))
+        return Connection(**options)
 
-    def _open_fake(self) -> Redis:
+    def _open_fake(self) -> AbstractConnection:
         try:
             from fakeredis import FakeAsyncRedis, FakeServer
         except ImportError:
@@ -115,10 +115,10 @@ class Link:
         if self._settings.durability != "memory":
             raise DurabilityError("fakeredis keeps nothing; choose durability='memory' in your unit test")
         server = _FAKE_SERVERS.setdefault(self._settings.url.host, FakeServer())
-        client: Redis = FakeAsyncRedis(server=server)
-        return client
+        connection: AbstractConnection = FakeAsyncRedis(server=server).connection_pool.make_connection()
+        return connection
 
-    async def _verify(self, connection: Connection) -> None:
+    async def _verify(self, connection: AbstractConnection) -> None:
         """Greet the server on a new connection and refuse one that cannot keep the promise."""
         try:
             await connection.on_connect()
@@ -164,7 +164,15 @@ class EmbeddedLease:
             await asyncio.to_thread(server.stop)
 
 
-async def _ask(connection: Connection) -> ServerFacts:
+async def _reply(connection: AbstractConnection) -> Any:
+    """The next reply; an error reply as an exception that is not raised."""
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+async def _ask(connection: AbstractConnection) -> ServerFacts:
     """What the server says of itself, once it can say it."""
     facts = await _read_facts(connection)
     if facts.still_starting:
@@ -172,7 +180,7 @@ async def _ask(connection: Connection) -> ServerFacts:
     return facts
 
 
-async def _read_facts(connection: Connection) -> ServerFacts:
+async def _read_facts(connection: AbstractConnection) -> ServerFacts:
     await connection.send_command("INFO")
     info = await connection.read_response()
     await connection.send_command("CONFIG", "GET", *CONFIG_NAMES)

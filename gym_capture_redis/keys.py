@@ -22,22 +22,6 @@ import re
 
 from gym_capture_redis.errors import InvalidIdentifierError
 
-STATE_FIELDS = (
-    b"format",
-    b"incarnation",
-    b"status",
-    b"version",
-    b"snapshot",
-    b"seq",
-    b"records",
-    b"intents",
-    b"failures",
-    b"refusals",
-    b"blocks",
-    b"bytes",
-    b"ends",
-)
-
 RECORD = b"r:"
 INTENT = b"n:"
 FAILURE = b"f:"

@@ -17,11 +17,14 @@ from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.connection import EmbeddedLease, Link
 from gym_capture_redis.errors import BackendUnavailableError
-from gym_capture_redis.scripts import Call, Reply
+from gym_capture_redis.scripts import Call, Reply, command, read_replies
 from gym_capture_redis.settings import ConnectionSettings
 
 MAX_BATCH_CALLS = 64
 MAX_BATCH_BYTES = 2**20
+MIN_SHARE_CALLS = 8
+MAX_JOINED_BYTES = 2**18
+"""A larger step is a script call of its own: joining it would save nothing and hold the server longer."""
 
 _SHORTEST_ATTEMPT_S = 1.0
 _ATTEMPTS_IN_A_DEADLINE = 4
@@ -50,6 +53,7 @@ class Lanes:
         self._name = name
         self._jobs: deque[Job] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()
+        self._sending = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
 
@@ -91,6 +95,7 @@ class Lanes:
                 batch = self._batch()
                 if not batch:
                     continue
+                self._sending += 1
                 try:
                     async with asyncio.timeout(self._attempt_s(batch)):
                         link = link or Link(self._settings, await self._embedded.acquire())
@@ -105,6 +110,8 @@ class Lanes:
                 except asyncio.CancelledError:
                     _fail(batch, BackendUnavailableError("the client was closed before an answer came"))
                     raise
+                finally:
+                    self._sending -= 1
         except asyncio.CancelledError:
             # Not in a finally: a lane whose loop is gone has nothing that it could await.
             await _close(link)
@@ -125,10 +132,16 @@ class Lanes:
             await arrival
 
     def _batch(self) -> list[Job]:
-        """Take what waits, as far as it goes well together; callers that left are passed over."""
+        """Take what waits, as far as it goes well together; callers that left are passed over.
+
+        The other free lanes get their share: while the server works on one batch, the callers of another
+        one go on, rather than all waiting for all.
+        """
+        share = -(-len(self._jobs) // max(1, self._count - self._sending))
+        most = min(MAX_BATCH_CALLS, max(share, MIN_SHARE_CALLS))
         batch: list[Job] = []
         nbytes = 0
-        while self._jobs and len(batch) < MAX_BATCH_CALLS and nbytes < MAX_BATCH_BYTES:
+        while self._jobs and len(batch) < most and nbytes < MAX_BATCH_BYTES:
             job = self._jobs.popleft()
             if not job.reply.done():
                 batch.append(job)
@@ -143,20 +156,41 @@ class Lanes:
 
 
 async def _send(link: Link, batch: Sequence[Job]) -> None:
-    raw_replies = await link.pipeline(
-        [job.call.command(flagged=link.flagged, by_source=job.by_source) for job in batch]
+    """Send the batch as one pipeline of few script calls, and give each job its own reply."""
+    groups = _groups(batch)
+    answers = await link.pipeline(
+        [
+            command([job.call for job in group], flagged=link.flagged, by_source=group[0].by_source)
+            for group in groups
+        ]
     )
     try:
         replies = [
-            raw if isinstance(raw, Exception) else Reply.parse(raw, link.run_id) for raw in raw_replies
+            answer
+            if isinstance(answer, Exception)
+            else read_replies(answer, count=len(group), run_id=link.run_id)
+            for group, answer in zip(groups, answers, strict=True)
         ]
     except ValueError:
         raise InvalidResponse("a reply has a form that no step gives") from None
-    for job, reply in zip(batch, replies, strict=True):
-        if isinstance(reply, Exception):
-            _fail([job], reply)
-        elif not job.reply.done():
-            job.reply.set_result(reply)
+    for group, answer in zip(groups, replies, strict=True):
+        if isinstance(answer, Exception):
+            _fail(group, answer)
+            continue
+        for job, reply in zip(group, answer, strict=True):
+            if isinstance(reply, Exception):
+                _fail([job], reply)
+            elif not job.reply.done():
+                job.reply.set_result(reply)
+
+
+def _groups(batch: Sequence[Job]) -> list[list[Job]]:
+    """The jobs that one script call can hold: the same short step, each in the order they came."""
+    groups: dict[object, list[Job]] = {}
+    for number, job in enumerate(batch):
+        joins = job.call.step.is_short and job.call.nbytes <= MAX_JOINED_BYTES
+        groups.setdefault((job.call.step, job.by_source) if joins else number, []).append(job)
+    return list(groups.values())
 
 
 async def _close(link: Link | None) -> None:

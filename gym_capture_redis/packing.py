@@ -6,7 +6,7 @@ vocabularies fit three bytes.
 
 from __future__ import annotations
 
-import struct
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from gym_capture_redis.errors import InvalidRecordError
 
 MAX_ID = 2**63 - 1
+_NARROW_IDS = np.dtype("<u4")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -42,54 +43,69 @@ def id_array(name: str, ids: Any) -> Array:
 
     """
     if isinstance(ids, np.ndarray):
-        array = ids if ids.dtype.kind in "iu" and ids.ndim == 1 else None
+        numbers = ids if ids.dtype.kind in "iu" and ids.ndim == 1 else None
     else:
-        array = _from_list(ids)
-    if array is None:
+        numbers = _from_list(ids)
+    if numbers is None:
         raise InvalidRecordError(
             f"the record is invalid: {name} must be a list of integers from 0 to 2**63 - 1"
         )
-    if not array.size:
+    if not numbers.size:
         return np.empty(0, "<u4")
-    if array.dtype != np.dtype("<u4") and (int(array.min()) < 0 or int(array.max()) > MAX_ID):
+    if numbers.dtype == _NARROW_IDS:
+        return numbers
+    if int(numbers.min()) < 0 or int(numbers.max()) > MAX_ID:
         raise InvalidRecordError(f"the record is invalid: {name} holds an id outside 0 to 2**63 - 1")
-    return array if array.dtype == np.dtype("<u4") else _fitted(array)
+    # The one type for the same ids, whatever they came in.
+    return numbers.astype("<u4" if int(numbers.max()) < 2**32 else "<u8")
 
 
 def _from_list(ids: Any) -> Array | None:
-    """Struct packs a list of Python integers several times faster than numpy converts it."""
+    """The standard library converts a list of Python integers several times faster than numpy does."""
     if not isinstance(ids, list | tuple):
         return None
-    for code, dtype in (("I", "<u4"), ("Q", "<u8")):
+    for code in ("I", "Q"):
         try:
-            return np.frombuffer(struct.pack(f"<{len(ids)}{code}", *ids), dtype)
-        except struct.error:
+            numbers = array(code, ids)
+        except (OverflowError, TypeError):
             continue
+        return np.frombuffer(numbers, f"=u{numbers.itemsize}").astype(f"<u{numbers.itemsize}", copy=False)
     return None
 
 
-def _fitted(array: Array) -> Array:
-    """The one type for the same ids, whatever they came in."""
-    return array.astype("<u4" if int(array.max()) < 2**32 else "<u8")
-
-
-def pack_integers(array: Array) -> Packed:
+def pack_integers(numbers: Array) -> Packed:
     """Pack an integer array, of any shape and sign, in the narrowest type."""
-    if not array.size:
+    if not numbers.size:
         return Packed(_UNSIGNED[0], b"")
-    low, high = int(array.min()), int(array.max())
-    for name in _UNSIGNED if low >= 0 else _SIGNED:
-        width = 8 * int(name[1])
-        least, most = (0, 2**width - 1) if name[0] == "u" else (-(2 ** (width - 1)), 2 ** (width - 1) - 1)
-        if least <= low and high <= most:
-            return Packed(name, _narrowed(array, name))
+    low, high = 0 if numbers.dtype.kind == "u" else int(numbers.min()), int(numbers.max())
+    if low < 0:
+        name = _narrowest(_SIGNED, max(high.bit_length(), (-low - 1).bit_length()) + 1)
+    else:
+        name = _narrowest(_UNSIGNED, high.bit_length())
+    return Packed(name, _narrowed(numbers, name).tobytes())
+
+
+def pack_rows(rows: Array) -> list[Packed]:
+    """Pack each row of a matrix of unsigned integers, which is not empty, as ``pack_integers`` does."""
+    names = [_narrowest(_UNSIGNED, high.bit_length()) for high in rows.max(axis=1).tolist()]
+    narrowed = {name: _narrowed(rows, name) for name in set(names)}
+    return [Packed(name, narrowed[name][number].tobytes()) for number, name in enumerate(names)]
+
+
+def _narrowest(types: tuple[str, ...], bits: int) -> str:
+    """The narrowest of the types with so many bits."""
+    for name in types:
+        if bits <= 8 * int(name[1]):
+            return name
     raise InvalidRecordError("the record is invalid: an integer does not fit 64 bits")
 
 
-def _narrowed(array: Array, name: str) -> bytes:
+def _narrowed(numbers: Array, name: str) -> Array:
+    """The array in the type of this name; ``u3`` has one more axis, of three bytes."""
     if name != "u3":
-        return array.astype("<" + name).tobytes()
-    return array.astype("<u4").reshape(-1).view("u1").reshape(-1, 4)[:, :3].tobytes()
+        return numbers.astype("<" + name)
+    wide = np.ascontiguousarray(numbers, "<u4")
+    return wide.view("u1").reshape(*wide.shape, 4)[..., :3]
 
 
 def unpack_integers(packed: Packed) -> Array:
@@ -120,21 +136,20 @@ def pack_log_probs(values: Any) -> Packed:
             raise InvalidRecordError(_NO_FLOATS)
         wide = values.astype("<f8")
     else:
-        # struct would also take what merely converts to a float, and change it silently.
+        # array would also take what merely converts to a float, and change it silently.
         if not isinstance(values, list | tuple) or not all(
             issubclass(kind, _REALS) for kind in set(map(type, values))
         ):
             raise InvalidRecordError(_NO_FLOATS)
         try:
-            wide = np.frombuffer(struct.pack(f"<{len(values)}d", *values), "<f8")
-        except (struct.error, OverflowError):  # an integer beyond all floats
+            wide = np.frombuffer(array("d", values), "=f8").astype("<f8", copy=False)
+        except (TypeError, OverflowError):  # such as an integer beyond all floats
             raise InvalidRecordError(_NO_FLOATS) from None
     if not np.isfinite(wide).all():
         raise InvalidRecordError("the record is invalid: generation_log_probs holds NaN or an infinity")
     with np.errstate(over="ignore"):
         narrow = wide.astype("<f4")
-    exact = np.array_equal(narrow.astype("<f8"), wide)
-    return Packed("f4", narrow.tobytes()) if exact else Packed("f8", wide.tobytes())
+    return Packed("f4", narrow.tobytes()) if (narrow == wide).all() else Packed("f8", wide.tobytes())
 
 
 def unpack_log_probs(packed: Packed) -> Array:

@@ -10,13 +10,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from gym_capture_redis.blocks import NAME_BYTES
 from gym_capture_redis.codec import EncodedRecord
-from gym_capture_redis.keys import STATE_FIELDS
 
 FORMAT = 1
 """The newest storage format this version reads and writes."""
@@ -48,14 +49,21 @@ class Step(Enum):
         """Lua source; ``flagged`` adds the first line that only real servers understand."""
         name, flags = self.value
         folder = resources.files("gym_capture_redis") / "lua"
-        state = ", ".join(f"'{field.decode()}'" for field in STATE_FIELDS)
         parts = [
             "#!lua" + (f" flags={flags}" if flags else "") if flagged else f"-- {name}",
-            f"local FORMAT, STATE = {FORMAT}, {{{state}}}",
+            f"local FORMAT = {FORMAT}",
             (folder / "_rollout.lua").read_text("utf-8"),
+            "local function step()",
             (folder / f"{name}.lua").read_text("utf-8"),
+            "end",
+            (folder / "_each.lua").read_text("utf-8"),
         ]
         return "\n".join(parts).encode()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether one call of the script may hold many of these steps: their work is small and bounded."""
+        return self not in (Step.FREEZE, Step.READ)
 
     @cache
     def sha1(self, *, flagged: bool) -> str:
@@ -63,7 +71,7 @@ class Step(Enum):
         return hashlib.sha1(self.source(flagged=flagged), usedforsecurity=False).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One step to run on one key."""
 
@@ -71,19 +79,44 @@ class Call:
     key: bytes
     args: tuple[Argument, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of the variable arguments, roughly what goes over the wire."""
-        return sum(len(arg) if isinstance(arg, bytes | str) else 8 for arg in self.args)
+        """Bytes of the variable arguments: what all but the shortest calls send."""
+        return sum(len(arg) for arg in self.args if isinstance(arg, bytes))
 
-    def command(self, *, flagged: bool, by_source: bool) -> tuple[Argument, ...]:
-        """EVALSHA, or EVAL with the whole source for a server that does not know the script yet."""
-        name, script = (
-            ("EVAL", self.step.source(flagged=flagged))
-            if by_source
-            else ("EVALSHA", self.step.sha1(flagged=flagged))
-        )
-        return (name, script, 1, self.key, *self.args)
+
+def command(calls: Sequence[Call], *, flagged: bool, by_source: bool) -> tuple[Argument, ...]:
+    """One script call for several calls of the same step, each of which gets a reply of its own.
+
+    EVALSHA, or EVAL with the whole source for a server that does not know the script yet.
+    """
+    step = calls[0].step
+    words: list[Argument] = (
+        ["EVAL", step.source(flagged=flagged)] if by_source else ["EVALSHA", step.sha1(flagged=flagged)]
+    )
+    words.append(len(calls))
+    words.extend(call.key for call in calls)
+    for call in calls:
+        words.append(len(call.args))
+        words.extend(call.args)
+    return tuple(words)
+
+
+def read_replies(raw: Any, count: int, run_id: str) -> list[Reply | ResponseError]:
+    """Read what a script call of ``count`` entries was answered by the server with this run id.
+
+    Raises:
+        ValueError: the answer does not have the form that the scripts give.
+
+    """
+    if not isinstance(raw, list) or len(raw) != count:
+        raise ValueError("not the replies of so many steps")
+    return [
+        ResponseError(entry[1].decode("utf-8", "replace"))
+        if isinstance(entry, list) and len(entry) == 2 and entry[0] == b"ERROR"  # noqa: PLR2004
+        else Reply.parse(entry, run_id)
+        for entry in raw
+    ]
 
 
 @dataclass(frozen=True)
@@ -145,13 +178,15 @@ class Facts:
     failures: int
     refusals: int
     blocks: int
+    ids: int
+    """Token ids of all prompts and generations, repeated prefixes included."""
     stored_bytes: int
     hash_fields: int
 
     def expected_hash_fields(self, seq: int) -> int:
         """How many fields the hash has if nothing was added or removed by another hand."""
         rows = 2 * self.records + self.intents + self.failures + self.refusals + self.blocks
-        return len(STATE_FIELDS) + seq + rows
+        return 1 + seq + rows
 
 
 @dataclass(frozen=True)
@@ -212,7 +247,16 @@ def put(key: bytes, encoded: EncodedRecord, *, incarnation: str, first_block: in
     return Call(
         Step.PUT,
         key,
-        (incarnation, encoded.model_call_id, encoded.digest, encoded.record, base, sequence.end, *blocks),
+        (
+            incarnation,
+            encoded.model_call_id,
+            encoded.digest,
+            encoded.record,
+            len(sequence.ids),
+            base,
+            sequence.end,
+            *blocks,
+        ),
     )
 
 

@@ -1,5 +1,4 @@
 -- Says which attempt of the rollout there is, and whether it holds anything.
--- KEYS[1]  rollout
 -- Reply    OK, 1 if it holds an entry, a mark or an intent, else 0 | ABSENT
 -- Repeat   safe
 local state, err = load_state()

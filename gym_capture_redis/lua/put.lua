@@ -1,38 +1,42 @@
 -- Stores a record with the token blocks that are new, and settles its intent.
--- KEYS[1]  rollout
--- ARGV[1]  incarnation of the attempt that the record belongs to
--- ARGV[2]  call
--- ARGV[3]  digest of the record's content
--- ARGV[4]  the encoded record
--- ARGV[5]  name of the block that the first of the new ones follows; 16 zero bytes for none
--- ARGV[6]  name of the record's last full block; 16 zero bytes for none
--- ARGV[7…] the new blocks, parents first: name, value
--- Reply    OK | SAME (stored already) | MISSING (the block of ARGV[5] is not stored; nothing changed) |
+-- args[1]  incarnation of the attempt that the record belongs to
+-- args[2]  call
+-- args[3]  digest of the record's content
+-- args[4]  the encoded record
+-- args[5]  how many token ids its prompt and generation have
+-- args[6]  name of the block that the first of the new ones follows; 16 zero bytes for none
+-- args[7]  name of the record's last full block; 16 zero bytes for none
+-- args[8…] the new blocks, parents first: name, value
+-- Reply    OK | SAME (stored already) | MISSING (the block of args[6] is not stored; nothing changed) |
 --          CONFLICT (other content, or refused: the rollout is now incomplete) | FROZEN |
 --          RETIRED (also: another attempt, or no rollout)
 -- Repeat   safe: SAME
 local state, err = load_state()
 if err then return err end
-local call, digest, record, base, last = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local none = string.rep('\0', 16)
-
-if not state or state.incarnation ~= ARGV[1] or state.status == 'retired' then
+local call, digest, record, base, last = args[2], args[3], args[4], args[6], args[7]
+if not state or state.incarnation ~= args[1] or state.status == 'retired' then
   return reply('RETIRED', state)
 end
-local known = redis.call('HMGET', key, 'i:' .. call, 'x:' .. call, 'n:' .. call)
+local wanted = {'i:' .. call, 'x:' .. call, 'n:' .. call, 'b:' .. base}
+for at = 8, #args, 2 do wanted[#wanted + 1] = 'b:' .. args[at] end
+local known = fetch(wanted)
 if known[1] == digest then return reply('SAME', state) end
 if state.status == 'frozen' then return reply('FROZEN', state) end
 if known[1] or known[2] then
   mark_failure(state, call, 'conflict')
   return reply('CONFLICT', state)
 end
-if base ~= none and redis.call('HEXISTS', key, 'b:' .. base) == 0 then return reply('MISSING', state) end
+if base ~= NO_BLOCK and not known[4] then return reply('MISSING', state) end
 
-local names, bytes = {}, #record
-for at = 7, #ARGV, 2 do
-  if redis.call('HSETNX', key, 'b:' .. ARGV[at], ARGV[at + 1]) == 1 then
-    names[#names + 1] = ARGV[at]
-    bytes = bytes + #ARGV[at + 1]
+local names, fields = {}, {}
+state.bytes = state.bytes + #record
+for number = 5, #wanted do
+  if not known[number] then
+    local at = 2 * number - 2
+    names[#names + 1] = args[at]
+    fields[#fields + 1] = wanted[number]
+    fields[#fields + 1] = args[at + 1]
+    state.bytes = state.bytes + #args[at + 1]
   end
 end
 -- The newest three ends of chains: this one instead of the one it goes on from.
@@ -41,7 +45,7 @@ for at = 1, #state.ends, 16 do
   local kept = string.sub(state.ends, at, at + 15)
   if kept ~= last and kept ~= base then ends[#ends + 1] = kept end
 end
-if last ~= none then ends[#ends + 1] = last end
+if last ~= NO_BLOCK then ends[#ends + 1] = last end
 if #ends > 3 then table.remove(ends, 1) end
 
 if known[3] then
@@ -50,8 +54,13 @@ if known[3] then
 end
 state.seq = state.seq + 1
 state.version = state.version + 1
-redis.call('HSET', key, 'o:' .. state.seq, #names .. ':' .. table.concat(names) .. 'r:' .. call,
-  'i:' .. call, digest, 'r:' .. call, record, 's:seq', state.seq, 's:version', state.version,
-  's:records', state.records + 1, 's:intents', state.intents, 's:blocks', state.blocks + #names,
-  's:bytes', state.bytes + bytes, 's:ends', table.concat(ends))
+state.records = state.records + 1
+state.blocks = state.blocks + #names
+state.ids = state.ids + tonumber(args[5])
+state.ends = table.concat(ends)
+for _, value in ipairs({
+  'o:' .. state.seq, #names .. ':' .. table.concat(names) .. 'r:' .. call,
+  'i:' .. call, digest, 'r:' .. call, record,
+}) do fields[#fields + 1] = value end
+write(state, fields)
 return reply('OK', state)

@@ -1,16 +1,15 @@
 -- Records that the engine refused a call before generating, and settles its intent.
--- KEYS[1]  rollout
--- ARGV[1]  incarnation to give the rollout if it is new
--- ARGV[2]  incarnation of the attempt that the call belongs to, or '' for whichever is there
--- ARGV[3]  call
--- ARGV[4]  refusal code
--- ARGV[5]  digest and details
+-- args[1]  incarnation to give the rollout if it is new
+-- args[2]  incarnation of the attempt that the call belongs to, or '' for whichever is there
+-- args[3]  call
+-- args[4]  refusal code
+-- args[5]  digest and details
 -- Reply    OK | SAME (refused with this code already) | OTHER_CODE (nothing changed) |
 --          CONFLICT (recorded already: the rollout is now incomplete) | FROZEN | RETIRED
 -- Repeat   safe: SAME
 local state, err = load_state()
 if err then return err end
-local expected, call, code = ARGV[2], ARGV[3], ARGV[4]
+local expected, call, code = args[2], args[3], args[4]
 if expected ~= '' and (not state or state.incarnation ~= expected) then return reply('RETIRED', state) end
 if state then
   if state.status == 'retired' then return reply('RETIRED', state) end
@@ -23,12 +22,11 @@ if state then
     return reply('CONFLICT', state)
   end
 else
-  state = create_state(ARGV[1])
+  state = new_state(args[1])
 end
 state.intents = state.intents - redis.call('HDEL', key, 'n:' .. call)
 state.seq = state.seq + 1
 state.version = state.version + 1
-redis.call('HSET', key, 'o:' .. state.seq, '0:x:' .. call, 'x:' .. call, code .. '\0' .. ARGV[5],
-  's:seq', state.seq, 's:version', state.version, 's:intents', state.intents,
-  's:refusals', state.refusals + 1)
+state.refusals = state.refusals + 1
+write(state, {'o:' .. state.seq, '0:x:' .. call, 'x:' .. call, code .. '\0' .. args[5]})
 return reply('OK', state)

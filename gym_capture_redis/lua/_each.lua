@@ -1,0 +1,11 @@
+-- Runs the step on each entry of the call, in order, and answers with the list of their replies. Each entry
+-- answers for itself. KEYS: the rollout of each. ARGV: of each the number of its arguments, then these.
+local replies, at = {}, 1
+for number, rollout in ipairs(KEYS) do
+  local count = tonumber(ARGV[at])
+  key, args = rollout, {}
+  for offset = 1, count do args[offset] = ARGV[at + offset] end
+  replies[number] = step()
+  at = at + count + 1
+end
+return replies
