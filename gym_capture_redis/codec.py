@@ -309,7 +309,7 @@ def build(parsed: ParsedRecord, tree: BlockTree, entry_type: EntryType, *, array
 
 
 def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict[str, Any]) -> bytes:
-    """What is stored of a refusal after its code: a digest of 32 bytes, then msgpack of the details.
+    """What a refusal's row holds after its code: a digest of 32 bytes, then msgpack of the details.
 
     Raises:
         InvalidRecordError: a detail that msgpack cannot carry.

@@ -4,15 +4,14 @@ A rollout is one hash, ``gymcap:{<namespace>/<rollout_id>}``; the braces keep al
 rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md):
 
 =============  =====================================================================
-``s:<name>``   state; the names are those of ``STATE_FIELDS``
-``o:<seq>``    what step number ``seq`` wrote: ``<n>:``, the names of the n blocks it brought, and the
-               name of one of the fields below
-``i:<call>``   index row: the payload digest
+``s``          state: one line of words
+``o:<seq>``    what step number ``seq`` wrote: ``<n>:``, the names of the n blocks it brought, and one of
+               ``n:<call>`` (an intent), ``r:<call>`` (a record), ``x:<call>`` (a refusal), ``f:<call>``
+``c:<call>``   the call's row: ``n`` (announced, neither recorded nor refused yet), ``r`` and the payload
+               digest, or ``x``, the refusal code, NUL, a digest and the msgpack details
 ``r:<call>``   record
 ``b:<name>``   token block, named by 16 bytes
-``n:<call>``   open intent: announced, neither recorded nor refused yet
 ``f:<call>``   failure: ``<unix ms> <code>``
-``x:<call>``   engine refusal: ``<code> NUL <digest> <msgpack details>``
 =============  =====================================================================
 """
 
@@ -26,6 +25,15 @@ RECORD = b"r:"
 INTENT = b"n:"
 FAILURE = b"f:"
 REFUSAL = b"x:"
+"""Kinds of steps, in their traces."""
+
+BLOCK = b"b:"
+"""Beginning of a token block's field."""
+
+ANNOUNCED = b"n"
+RECORDED = b"r"
+REFUSED = b"x"
+"""Beginnings of a call's row."""
 
 MAX_ROLLOUT_ID_LENGTH = 255
 MAX_CALL_ID_BYTES = 1024
@@ -38,6 +46,11 @@ _GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 def rollout_key(namespace: str, rollout_id: str) -> bytes:
     """Key of the rollout's hash. Both parts must have been validated."""
     return f"gymcap:{{{namespace}/{rollout_id}}}".encode("ascii")
+
+
+def refusal_row(code: str) -> bytes:
+    """How the row of a refused call begins, before the digest and the details."""
+    return REFUSED + code.encode() + b"\0"
 
 
 def validate_namespace(namespace: object) -> str:

@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 
 from gym_capture_redis.blocks import NAME_BYTES
 from gym_capture_redis.codec import EncodedRecord
+from gym_capture_redis.keys import BLOCK, RECORDED, refusal_row
 
 FORMAT = 1
 """The newest storage format this version reads and writes."""
@@ -51,7 +52,7 @@ class Step(Enum):
         folder = resources.files("gym_capture_redis") / "lua"
         parts = [
             "#!lua" + (f" flags={flags}" if flags else "") if flagged else f"-- {name}",
-            f"local FORMAT = {FORMAT}",
+            f"local FORMAT = '{FORMAT}'",
             (folder / "_rollout.lua").read_text("utf-8"),
             "local function step()",
             (folder / f"{name}.lua").read_text("utf-8"),
@@ -242,19 +243,18 @@ def begin(key: bytes, model_call_id: str, *, new_incarnation: str) -> Call:
 def put(key: bytes, encoded: EncodedRecord, *, incarnation: str, first_block: int) -> Call:
     """``lua/put.lua``, with the blocks from number ``first_block`` on."""
     sequence = encoded.sequence
-    blocks = [part for block in sequence.blocks_from(first_block) for part in block]
-    base = sequence.parent(first_block)
+    blocks = [part for name, value in sequence.blocks_from(first_block) for part in (BLOCK + name, value)]
     return Call(
         Step.PUT,
         key,
         (
             incarnation,
             encoded.model_call_id,
-            encoded.digest,
+            RECORDED + encoded.digest,
             encoded.record,
             len(sequence.ids),
-            base,
-            sequence.end,
+            sequence.parent(first_block),
+            b"".join(sequence.names[first_block:]),
             *blocks,
         ),
     )
@@ -269,7 +269,7 @@ def refuse(
     key: bytes, model_call_id: str, *, new_incarnation: str, incarnation: str, code: str, details: bytes
 ) -> Call:
     """``lua/refuse.lua``."""
-    return Call(Step.REFUSE, key, (new_incarnation, incarnation, model_call_id, code, details))
+    return Call(Step.REFUSE, key, (new_incarnation, incarnation, model_call_id, refusal_row(code), details))
 
 
 def freeze(key: bytes, *, new_incarnation: str, snapshot_id: str, max_bytes: int) -> Call:

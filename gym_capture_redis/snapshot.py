@@ -12,7 +12,7 @@ from typing import Any
 from gym_capture_redis import codec
 from gym_capture_redis.blocks import NAME_BYTES, BlockTree
 from gym_capture_redis.errors import CorruptRecordError
-from gym_capture_redis.keys import FAILURE, INTENT, RECORD, REFUSAL
+from gym_capture_redis.keys import ANNOUNCED, FAILURE, INTENT, RECORD, RECORDED, REFUSAL, REFUSED
 from gym_capture_redis.protocols import IncompleteCode, IncompleteReason, Refusal, TokenCaptureSnapshot
 from gym_capture_redis.scripts import Chunk, Frozen, Row
 
@@ -91,8 +91,8 @@ class SnapshotAssembly:
             return
         if row.field in self._fields:
             return  # a call may be marked several times, and an intent repeated
-        if kind == INTENT and row.value is None:
-            return  # settled since
+        if kind == INTENT and row.value != ANNOUNCED:
+            return  # settled since; a row that is gone shows in the counts
         self._fields.add(row.field or b"")
         if row.value is None:
             self._incomplete(IncompleteCode.TAMPERED, call, "what a step wrote is gone")
@@ -109,11 +109,12 @@ class SnapshotAssembly:
                 self._add_refusal(call, row.value)
 
     def _add_record(self, call: str, record: bytes, index: bytes | None) -> None:
-        if index is None:
-            self._incomplete(IncompleteCode.TAMPERED, call, "the record's index row is gone")
+        if index is None or not index.startswith(RECORDED):
+            self._incomplete(IncompleteCode.TAMPERED, call, "the call's row does not tell of its record")
             return
         try:
-            parsed = codec.parse(record, index, rollout_id=self._rollout_id, model_call_id=call)
+            digest = index.removeprefix(RECORDED)
+            parsed = codec.parse(record, digest, rollout_id=self._rollout_id, model_call_id=call)
         except CorruptRecordError as error:
             self._corrupt(call, error)
         else:
@@ -145,7 +146,7 @@ class SnapshotAssembly:
         self._incomplete(code, call, f"{text} {_at(when)}".rstrip())
 
     def _add_refusal(self, call: str, value: bytes) -> None:
-        code, _, stored = value.partition(b"\0")
+        code, _, stored = value.removeprefix(REFUSED).partition(b"\0")
         try:
             text = code.decode("utf-8")
             details = codec.decode_refusal(self._rollout_id, call, text, stored)

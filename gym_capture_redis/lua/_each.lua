@@ -2,10 +2,8 @@
 -- answers for itself. KEYS: the rollout of each. ARGV: of each the number of its arguments, then these.
 local replies, at = {}, 1
 for number, rollout in ipairs(KEYS) do
-  local count = tonumber(ARGV[at])
-  key, args = rollout, {}
-  for offset = 1, count do args[offset] = ARGV[at + offset] end
+  key, first = rollout, at
   replies[number] = step()
-  at = at + count + 1
+  at = at + ARGV[at] + 1
 end
 return replies

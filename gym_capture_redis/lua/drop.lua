@@ -1,14 +1,14 @@
 -- Retires exactly the snapshot that was consumed; a tombstone stays.
--- args[1]  snapshot id
--- args[2]  version
--- args[3]  seconds that the tombstone stays
+-- 1  snapshot id
+-- 2  version
+-- 3  seconds that the tombstone stays
 -- Reply    OK (retired, now or before) | STALE (another snapshot, newer, or never frozen)
 -- Repeat   safe: OK
 local state, err = load_state()
 if err then return err end
 if not state or state.status == 'open' or state.snapshot == ''
-    or state.snapshot ~= args[1] or string.format('%.0f', state.version) ~= args[2] then
+    or state.snapshot ~= arg(1) or state.version ~= arg(2) then
   return reply('STALE', state)
 end
-if state.status == 'frozen' then retire(state, args[3]) end
+if state.status == 'frozen' then retire(state, arg(3)) end
 return reply('OK', state)

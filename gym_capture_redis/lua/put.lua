@@ -1,66 +1,60 @@
 -- Stores a record with the token blocks that are new, and settles its intent.
--- args[1]  incarnation of the attempt that the record belongs to
--- args[2]  call
--- args[3]  digest of the record's content
--- args[4]  the encoded record
--- args[5]  how many token ids its prompt and generation have
--- args[6]  name of the block that the first of the new ones follows; 16 zero bytes for none
--- args[7]  name of the record's last full block; 16 zero bytes for none
--- args[8…] the new blocks, parents first: name, value
--- Reply    OK | SAME (stored already) | MISSING (the block of args[6] is not stored; nothing changed) |
+-- 1  incarnation of the attempt that the record belongs to
+-- 2  call
+-- 3  the call's row: 'r', digest of the record's content
+-- 4  the encoded record
+-- 5  how many token ids its prompt and generation have
+-- 6  name of the block that the first of the blocks below follows; 16 zero bytes for none
+-- 7  names of the blocks below, 16 bytes each, in one string
+-- 8… the blocks, parents first: name of the field, value
+-- Reply    OK | SAME (stored already) | MISSING (the block of 6 is not stored; nothing changed) |
 --          CONFLICT (other content, or refused: the rollout is now incomplete) | FROZEN |
 --          RETIRED (also: another attempt, or no rollout)
 -- Repeat   safe: SAME
 local state, err = load_state()
 if err then return err end
-local call, digest, record, base, last = args[2], args[3], args[4], args[6], args[7]
-if not state or state.incarnation ~= args[1] or state.status == 'retired' then
+if not state or state.incarnation ~= arg(1) or state.status == 'retired' then
   return reply('RETIRED', state)
 end
-local wanted = {'i:' .. call, 'x:' .. call, 'n:' .. call, 'b:' .. base}
-for at = 8, #args, 2 do wanted[#wanted + 1] = 'b:' .. args[at] end
-local known = fetch(wanted)
-if known[1] == digest then return reply('SAME', state) end
+local call, base, names = arg(2), arg(6), arg(7)
+local row_field = 'c:' .. call
+local known = redis.call('HMGET', key, row_field, 'b:' .. base)
+local row = known[1]
+if row == arg(3) then return reply('SAME', state) end
 if state.status == 'frozen' then return reply('FROZEN', state) end
-if known[1] or known[2] then
+if row and row ~= 'n' then
   mark_failure(state, call, 'conflict')
   return reply('CONFLICT', state)
 end
-if base ~= NO_BLOCK and not known[4] then return reply('MISSING', state) end
+if base ~= NO_BLOCK and not known[2] then return reply('MISSING', state) end
 
-local names, fields = {}, {}
-state.bytes = state.bytes + #record
-for number = 5, #wanted do
-  if not known[number] then
-    local at = 2 * number - 2
-    names[#names + 1] = args[at]
-    fields[#fields + 1] = wanted[number]
-    fields[#fields + 1] = args[at + 1]
-    state.bytes = state.bytes + #args[at + 1]
-  end
-end
--- The newest three ends of chains: this one instead of the one it goes on from.
-local ends = {}
-for at = 1, #state.ends, 16 do
-  local kept = string.sub(state.ends, at, at + 15)
-  if kept ~= last and kept ~= base then ends[#ends + 1] = kept end
-end
-if last ~= NO_BLOCK then ends[#ends + 1] = last end
-if #ends > 3 then table.remove(ends, 1) end
-
-if known[3] then
-  redis.call('HDEL', key, 'n:' .. call)
-  state.intents = state.intents - 1
-end
-state.seq = state.seq + 1
+local count = #names / 16
+local last = count > 0 and string.sub(names, -16) or base
+-- The newest three ends of chains: this one in place of the one it goes on from.
+local at = string.find(state.ends, base, 1, true)
+if at then state.ends = string.sub(state.ends, 1, at - 1) .. string.sub(state.ends, at + 16) end
+if last ~= NO_BLOCK then state.ends = string.sub(state.ends .. last, -48) end
+if row then state.intents = state.intents - 1 end
 state.version = state.version + 1
 state.records = state.records + 1
-state.blocks = state.blocks + #names
-state.ids = state.ids + tonumber(args[5])
-state.ends = table.concat(ends)
-for _, value in ipairs({
-  'o:' .. state.seq, #names .. ':' .. table.concat(names) .. 'r:' .. call,
-  'i:' .. call, digest, 'r:' .. call, record,
-}) do fields[#fields + 1] = value end
-write(state, fields)
+state.blocks = state.blocks + count
+state.ids = state.ids + arg(5)
+state.bytes = state.bytes + #arg(4)
+for number = 1, count do state.bytes = state.bytes + #arg(7 + 2 * number) end
+local trace = next_step(state)
+local last_argument = 7 + 2 * count
+local added = write(state, trace, count .. ':' .. names .. 'r:' .. call, row_field, arg(3), 'r:' .. call, arg(4),
+  unpack(ARGV, first + 8, first + math.min(last_argument, MOST_ARGUMENTS)))
+for from = MOST_ARGUMENTS + 1, last_argument, MOST_ARGUMENTS do
+  local to = math.min(last_argument, from + MOST_ARGUMENTS - 1)
+  added = added + redis.call('HSET', key, unpack(ARGV, first + from, first + to))
+end
+
+-- Some of the blocks may have been there already: the first ones, as a block is stored with or after its parents.
+local there = count + (row and 2 or 3) - added
+if there > 0 then
+  for number = 1, there do state.bytes = state.bytes - #arg(7 + 2 * number) end
+  state.blocks = state.blocks - there
+  write(state, trace, count - there .. ':' .. string.sub(names, 16 * there + 1) .. 'r:' .. call)
+end
 return reply('OK', state)
