@@ -24,6 +24,7 @@ from gym_capture_redis.errors import (
     UnsupportedFormatError,
 )
 from gym_capture_redis.protocols import (
+    FreezeOutcome,
     IncompleteCode,
     IncompleteReason,
     Refusal,
@@ -49,6 +50,7 @@ __all__ = [
     "ConfigurationError",
     "CorruptRecordError",
     "DurabilityError",
+    "FreezeOutcome",
     "IncompleteCode",
     "IncompleteReason",
     "InvalidIdentifierError",

@@ -25,7 +25,7 @@ from gym_capture_redis.errors import (
     RecordTooLargeError,
     UnsupportedFormatError,
 )
-from gym_capture_redis.experts import pack_experts, unpack_experts
+from gym_capture_redis.experts import expert_bytes, pack_experts, unpack_experts
 from gym_capture_redis.packing import (
     Array,
     Packed,
@@ -40,6 +40,8 @@ RECORD_FORMAT = 1
 DIGEST_BYTES = 32
 MAX_DETAILS_BYTES = 65_536
 """Limit of a refusal's details."""
+_BYTES_PER_TOKEN = 16
+"""Of an id on its way: four packed, three in a block, and both again in the pipeline."""
 LARGE_TOKENS = 65_536
 """Records above this many tokens, or with routed experts, are worth a thread of their own."""
 
@@ -157,16 +159,6 @@ class _Parts:
         return hashlib.blake2b(b"".join([msgpack.packb(head), *parts]), digest_size=DIGEST_BYTES).digest()
 
 
-def is_large(entry: Any) -> bool:
-    """Whether encoding ``entry`` would hold an event loop noticeably."""
-    if getattr(entry, "routed_experts", None) is not None:
-        return True
-    try:
-        return len(entry.prompt_token_ids) + len(entry.generation_token_ids) > LARGE_TOKENS
-    except (AttributeError, TypeError):
-        return False
-
-
 @dataclass(frozen=True, slots=True)
 class TakenEntry:
     """The content of an entry: its small fields in their JSON form, and its arrays."""
@@ -176,6 +168,25 @@ class TakenEntry:
     generation_token_ids: Any
     generation_log_probs: Any
     routed_experts: Any
+
+    @property
+    def tokens(self) -> int:
+        """How many ids it has, as far as that can be told before they are checked."""
+        return _length(self.prompt_token_ids) + _length(self.generation_token_ids)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether encoding it would hold an event loop noticeably."""
+        return self.routed_experts is not None or self.tokens > LARGE_TOKENS
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory encoding and sending its arrays takes."""
+        return _BYTES_PER_TOKEN * self.tokens + expert_bytes(self.routed_experts)
+
+    def subject(self) -> tuple[Any, Any]:
+        """Rollout id and call id, not checked."""
+        return self.small_fields.get("rollout_id"), self.small_fields.get("model_call_id")
 
     def copied(self) -> TakenEntry:
         """The same with arrays of its own, for another thread while the caller may change the entry."""
@@ -407,6 +418,10 @@ def _check_lengths(generated: int, log_probs: Packed) -> None:
         raise InvalidRecordError(
             f"the record is invalid: {generated} generation_token_ids but {scored} generation_log_probs"
         )
+
+
+def _length(values: Any) -> int:
+    return len(values) if isinstance(values, list | tuple | np.ndarray) else 0
 
 
 def _copied(values: Any) -> Any:

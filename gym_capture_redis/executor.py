@@ -13,7 +13,8 @@ from typing import TypeVar
 from gym_capture_redis.connection import EmbeddedLease
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError
 from gym_capture_redis.faults import explain, final_error, is_transient, is_unknown_script
-from gym_capture_redis.lanes import Lanes
+from gym_capture_redis.inflight import ByteBudget, Hold
+from gym_capture_redis.lanes import MAX_JOINED_BYTES, Lanes
 from gym_capture_redis.scripts import Call, Reply
 from gym_capture_redis.settings import ConnectionSettings
 
@@ -42,7 +43,8 @@ class Subject:
 class Executor:
     """Runs steps and other work within deadlines. Belongs to one event loop; opens nothing until used.
 
-    Urgent steps (marks and refusals) have a connection of their own, so that they wait for no put.
+    Urgent steps (marks and refusals) have a connection of their own, so that they wait for no put, and so
+    have large ones, so that no small step waits for them.
     """
 
     def __init__(self, settings: ConnectionSettings) -> None:
@@ -50,7 +52,9 @@ class Executor:
         self._server = str(settings.url)
         self._embedded = EmbeddedLease(settings)
         self._lanes = Lanes(settings, self._embedded, count=settings.connections, name="lane")
+        self._large_lane = Lanes(settings, self._embedded, count=1, name="large lane")
         self._urgent_lane = Lanes(settings, self._embedded, count=1, name="urgent lane")
+        self._budget = ByteBudget(settings.max_inflight_bytes)
         self._threads: ThreadPoolExecutor | None = None
 
     def deadline(self) -> float:
@@ -65,7 +69,11 @@ class Executor:
             CaptureError: what the server's refusal means (see ``faults.final_error``).
 
         """
-        lanes = self._urgent_lane if urgent else self._lanes
+        lanes = self._lanes
+        if urgent:
+            lanes = self._urgent_lane
+        elif call.nbytes > MAX_JOINED_BYTES:
+            lanes = self._large_lane
         by_source, longest_pause_s, last = False, _FIRST_PAUSE_S / 2, None
         while True:
             try:
@@ -84,6 +92,27 @@ class Executor:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             await asyncio.sleep(min(random.uniform(0, longest_pause_s), left_s))  # noqa: S311 - jitter
 
+    async def room(self, nbytes: int, subject: Subject, *, deadline: float) -> Hold:
+        """Hold ``nbytes`` of ``max_inflight_bytes``, waiting for them if need be.
+
+        Raises:
+            BackendUnavailableError: there was no room in time; nothing was sent.
+
+        """
+        held = self._budget.try_hold(nbytes)
+        if held is not None:
+            return held
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._budget.hold(nbytes)
+        except TimeoutError:
+            raise BackendUnavailableError(
+                f"no room among max_inflight_bytes within {self._timeout_s:g} s: {self._server} takes records "
+                f"more slowly than they come, or not at all; nothing was sent ({subject})",
+                rollout_id=subject.rollout_id,
+                model_call_id=subject.model_call_id,
+            ) from None
+
     async def offload(self, work: Callable[[], T], subject: Subject, *, deadline: float) -> T:
         """Do long work on a thread of this executor's own: the default ones may be taken by the user.
 
@@ -101,7 +130,7 @@ class Executor:
 
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
-        await asyncio.gather(self._lanes.close(), self._urgent_lane.close())
+        await asyncio.gather(self._lanes.close(), self._large_lane.close(), self._urgent_lane.close())
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None

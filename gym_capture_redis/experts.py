@@ -44,6 +44,19 @@ def pack_experts(experts: Any) -> list[Any] | None:
     return ["json", experts.tolist()]
 
 
+def expert_bytes(experts: Any) -> int:
+    """About how much memory packing and sending them takes, by a look at the first of each level."""
+    if isinstance(experts, str):
+        return 3 * len(experts)
+    if isinstance(experts, np.ndarray):
+        return 3 * experts.nbytes
+    count, level = 3, experts
+    while isinstance(level, list | tuple) and level:
+        count *= len(level)
+        level = level[0]
+    return count if level is not experts else 0
+
+
 def _nested_integers(nested: Any) -> Array | None:
     """A rectangular nested list of integers as an array, or None if it is anything else.
 

@@ -145,7 +145,7 @@ class Lanes:
             job = self._jobs.popleft()
             if not job.reply.done():
                 batch.append(job)
-                nbytes += job.call.nbytes
+                nbytes += job.call.nbytes + job.call.reply_bytes
         return batch
 
     def _attempt_s(self, batch: Sequence[Job]) -> float:

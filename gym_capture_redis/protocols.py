@@ -18,9 +18,11 @@ from gym_capture_redis import gym_compat
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gym_capture_redis.errors import CaptureError
     from gym_capture_redis.records import TokenEntry
 
 __all__ = [
+    "FreezeOutcome",
     "IncompleteCode",
     "IncompleteReason",
     "Refusal",
@@ -107,6 +109,16 @@ class TokenCaptureSnapshot:
     reasons: tuple[IncompleteReason, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     stored_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class FreezeOutcome:
+    """How freezing one of many rollouts ended: with a snapshot, or with an error."""
+
+    rollout_id: str
+    _: KW_ONLY
+    snapshot: TokenCaptureSnapshot | None = None
+    error: CaptureError | None = None
 
 
 @runtime_checkable

@@ -79,6 +79,8 @@ class Call:
     step: Step
     key: bytes
     args: tuple[Argument, ...]
+    reply_bytes: int = 0
+    """About how much it may be answered with, if that is much."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -274,12 +276,12 @@ def refuse(
 
 def freeze(key: bytes, *, new_incarnation: str, snapshot_id: str, max_bytes: int) -> Call:
     """``lua/freeze.lua``."""
-    return Call(Step.FREEZE, key, (new_incarnation, snapshot_id, max_bytes))
+    return Call(Step.FREEZE, key, (new_incarnation, snapshot_id, max_bytes), reply_bytes=max_bytes)
 
 
 def read(key: bytes, *, incarnation: str, version: int, from_seq: int, max_bytes: int) -> Call:
     """``lua/read.lua``."""
-    return Call(Step.READ, key, (incarnation, version, from_seq, max_bytes))
+    return Call(Step.READ, key, (incarnation, version, from_seq, max_bytes), reply_bytes=max_bytes)
 
 
 def drop(key: bytes, *, snapshot_id: bytes, version: int, tombstone_ttl_s: int) -> Call:

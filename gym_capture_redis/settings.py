@@ -165,6 +165,9 @@ class ConnectionSettings(BaseModel):
     """Deadline of every call, retries included."""
     connections: int = Field(default=2, ge=1, le=64)
     """Connections for each event loop and process."""
+    max_inflight_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Memory for records on their way to the server (sink), or of snapshots that ``freeze_many`` has read
+    and nobody has taken yet (source). Whoever finds no room waits; a larger one goes alone."""
     durability: Durability = "aof"
     """``memory``: lost with the server's memory. ``aof``: survives the server process.
     ``fsync``: survives the machine. Checked against the server on every new connection."""
@@ -227,7 +230,7 @@ class SourceSettings(ConnectionSettings):
 
     timeout_s: Seconds = 120.0
     """Deadline of every call, all chunks of a large rollout included."""
-    chunk_bytes: Bytes = 4 * 2**20
+    chunk_bytes: Bytes = 2**20
     """Records are read in replies of about this size; a larger record comes alone."""
     tombstone_ttl_s: int = Field(default=86_400, ge=60)
     """How long a retired rollout refuses late writers; longer than any writer's deadline."""

@@ -55,17 +55,21 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         """
         executor = self._executors.get()
         deadline = executor.deadline()
-        encoded = await self._encode(executor, entry, deadline)
-        key, subject = self._address(encoded.rollout_id, encoded.model_call_id)
-        attempt = self._announcement(subject)
-        if attempt is None:
-            join = scripts.join(key, new_incarnation=new_incarnation())
-            attempt = await executor.run(join, subject, deadline=deadline)
-            self._blocks.learn(encoded.rollout_id, attempt.incarnation, scripts.chain_ends(attempt))
-        reply = await self._put(executor, key, encoded, attempt.incarnation, subject, deadline)
+        taken = codec.take(entry)
+        rollout_id, model_call_id = taken.subject()
+        key, subject = self._address(rollout_id, model_call_id)
+        with await executor.room(taken.nbytes, subject, deadline=deadline) as held:
+            encoded = await self._encode(executor, taken, subject, deadline)
+            held.grow(len(encoded.record))
+            attempt = self._announcement(subject)
+            if attempt is None:
+                join = scripts.join(key, new_incarnation=new_incarnation())
+                attempt = await executor.run(join, subject, deadline=deadline)
+                self._blocks.learn(rollout_id, attempt.incarnation, scripts.chain_ends(attempt))
+            reply = await self._put(executor, key, encoded, attempt.incarnation, subject, deadline)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
-        self._blocks.remember(encoded.rollout_id, attempt.incarnation, encoded.sequence)
+        self._blocks.remember(rollout_id, attempt.incarnation, encoded.sequence)
         await self._mark_if_lost(executor, key, subject, reply, deadline)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
@@ -166,19 +170,18 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             await executor.run(call, subject, deadline=deadline, urgent=True)
         self._attempts.note(subject.rollout_id, reply)
 
-    async def _encode(self, executor: Executor, entry: Any, deadline: float) -> codec.EncodedRecord:
-        taken = codec.take(entry)
-        rollout_id = str(taken.small_fields.get("rollout_id"))
-        large = codec.is_large(taken)
+    async def _encode(
+        self, executor: Executor, taken: codec.TakenEntry, subject: Subject, deadline: float
+    ) -> codec.EncodedRecord:
         encode = partial(
             codec.encode_taken,
-            taken.copied() if large else taken,
+            taken.copied() if taken.is_large else taken,
             max_record_bytes=self._settings.max_record_bytes,
-            earlier=self._blocks.sequences(rollout_id),
+            earlier=self._blocks.sequences(subject.rollout_id),
         )
-        if not large:
+        if not taken.is_large:
             return encode()
-        return await executor.offload(encode, Subject(rollout_id), deadline=deadline)
+        return await executor.offload(encode, subject, deadline=deadline)
 
     async def _put(
         self,

@@ -170,6 +170,9 @@ class SnapshotAssembly:
             self._tampered(f"{self._unusable_blocks} token blocks are missing, damaged or cut off")
         if len(self._tree) != facts.blocks:
             self._tampered(f"{len(self._tree)} token blocks were found instead of {facts.blocks}")
+        ids = sum(parsed.prompt_length + len(parsed.log_probs) for parsed in self._parsed.values())
+        if ids != facts.ids and not self._corrupt_calls:
+            self._tampered(f"the records have {ids} token ids instead of {facts.ids}")
         for kind, count in wanted.items():
             if self._seen[kind] != count:
                 name = kind.decode()

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
 
 from gym_capture_redis import gym_compat, scripts
 from gym_capture_redis.codec import EntryType
-from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
+from gym_capture_redis.endpoint import Endpoint, new_incarnation
 from gym_capture_redis.executor import Executor, Subject
-from gym_capture_redis.protocols import TokenCaptureSnapshot
+from gym_capture_redis.inflight import ByteBudget
+from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
+from gym_capture_redis.reading import RolloutReader, Room, freeze_each
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.settings import SourceSettings
-from gym_capture_redis.snapshot import SnapshotAssembly
-
-_DECODE_IN_LOOP_BYTES = 256 * 2**10
-"""Chunks and rollouts above this size are decoded on a thread: they must not hold the event loop."""
-
 
 _ENDED_AT_ONCE = 256
 """Rollouts of a batch that are retired or deleted at the same time."""
 
 _HIGHEST_VERSION = 2**53
 """The highest that a script can count to."""
-
-T = TypeVar("T")
 
 _EndAttempt = Callable[[Executor, bytes, Subject, float], Awaitable[bool]]
 
@@ -89,26 +82,39 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         """
         return await self._freeze(rollout_id, arrays=True)
 
+    def freeze_many(
+        self, rollout_ids: Iterable[str], *, arrays: bool = False, max_inflight_bytes: int | None = None
+    ) -> AsyncIterator[FreezeOutcome]:
+        """Freeze many rollouts at once, and give the outcome of each as soon as it is there.
+
+        Each id comes once, with its ``snapshot`` (as of ``freeze``, or with ``arrays`` as of
+        ``freeze_arrays``) or its ``error``; one that fails leaves the others alone. ``max_inflight_bytes``
+        (default: the setting) bounds the memory of what was read and not taken yet; beyond it, about one
+        chunk for each of 16 readers, and a rollout that is larger than the bound is read alone.
+        A rollout's deadline does not run while it waits for that room.
+
+        Raises:
+            TypeError: ``rollout_ids`` is a bare string or not iterable. Nothing was sent.
+            ValueError: ``max_inflight_bytes`` is no positive integer. Nothing was sent.
+
+        """
+        ids = _distinct(rollout_ids)
+        if max_inflight_bytes is None:
+            max_inflight_bytes = self._settings.max_inflight_bytes
+        if not isinstance(max_inflight_bytes, int) or max_inflight_bytes < 1:
+            raise ValueError(f"max_inflight_bytes must be a positive integer, not {max_inflight_bytes!r}")
+        reader = self._reader(arrays=arrays)
+
+        async def freeze(rollout_id: str, room: Room) -> TokenCaptureSnapshot:
+            return await reader.freeze(self._key(rollout_id), rollout_id, room)
+
+        return freeze_each(ids, freeze, ByteBudget(max_inflight_bytes), self._settings.chunk_bytes)
+
     async def _freeze(self, rollout_id: str, *, arrays: bool) -> TokenCaptureSnapshot:
-        key, subject = self._key(rollout_id), Subject(rollout_id)
-        executor = self._executors.get()
-        deadline = executor.deadline()
-        call = scripts.freeze(
-            key,
-            new_incarnation=new_incarnation(),
-            snapshot_id=secrets.token_hex(16),
-            max_bytes=self._settings.chunk_bytes,
-        )
-        while True:
-            reply = await executor.run(call, subject, deadline=deadline)
-            if reply.code != "OK":
-                raise_refusal(reply, subject)
-            frozen = scripts.Frozen.parse(reply)
-            assembly = SnapshotAssembly(rollout_id, frozen, self._entry_type, arrays=arrays)
-            if await self._read(executor, assembly, key, frozen, subject, deadline):
-                return await _in_loop_or_thread(
-                    executor, assembly.finish, frozen.facts.stored_bytes, subject, deadline
-                )
+        return await self._reader(arrays=arrays).freeze(self._key(rollout_id), rollout_id)
+
+    def _reader(self, *, arrays: bool) -> RolloutReader:
+        return RolloutReader(self._executors.get(), self._settings, self._entry_type, arrays=arrays)
 
     async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
         """Retire exactly the snapshot that was consumed; a tombstone goes on refusing late writers.
@@ -164,39 +170,8 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         """
         return await self._end(rollout_ids, self._delete_attempt)
 
-    async def _read(
-        self,
-        executor: Executor,
-        assembly: SnapshotAssembly,
-        key: bytes,
-        frozen: scripts.Frozen,
-        subject: Subject,
-        deadline: float,
-    ) -> bool:
-        """Read all chunks into ``assembly``. False if the rollout was marked meanwhile."""
-        chunk, incarnation, version = frozen.chunk, frozen.reply.incarnation, frozen.reply.version
-        await _in_loop_or_thread(executor, partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
-        while chunk.next_seq <= assembly.last_seq:
-            call = scripts.read(
-                key,
-                incarnation=incarnation,
-                version=version,
-                from_seq=chunk.next_seq,
-                max_bytes=self._settings.chunk_bytes,
-            )
-            reply = await executor.run(call, subject, deadline=deadline)
-            if reply.code == "CHANGED":
-                return False
-            if reply.code != "OK":
-                raise_refusal(reply, subject)
-            chunk = scripts.Chunk.parse(*reply.rest)
-            await _in_loop_or_thread(executor, partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
-        return True
-
     async def _end(self, rollout_ids: Iterable[str], end_attempt: _EndAttempt) -> dict[str, list[str]]:
-        if isinstance(rollout_ids, str | bytes):
-            raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
-        keys = {rollout_id: self._key(rollout_id) for rollout_id in rollout_ids}
+        keys = {rollout_id: self._key(rollout_id) for rollout_id in _distinct(rollout_ids)}
         executor = self._executors.get()
         deadline = executor.deadline()
         ended: dict[str, list[str]] = {"removed": [], "absent": []}
@@ -255,10 +230,13 @@ def _held(reply: scripts.Reply) -> bool:
     return reply.code == "OK" and bool(reply.rest[0])
 
 
-async def _in_loop_or_thread(
-    executor: Executor, work: Callable[[], T], nbytes: int, subject: Subject, deadline: float
-) -> T:
-    """Decode here if it is little, else on a thread, so that the event loop is not held."""
-    if nbytes > _DECODE_IN_LOOP_BYTES:
-        return await executor.offload(work, subject, deadline=deadline)
-    return work()
+def _distinct(rollout_ids: Iterable[str]) -> list[str]:
+    """Each id once, in the order given.
+
+    Raises:
+        TypeError: a bare string, or no iterable.
+
+    """
+    if isinstance(rollout_ids, str | bytes):
+        raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
+    return list(dict.fromkeys(rollout_ids))

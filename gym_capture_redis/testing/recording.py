@@ -146,10 +146,10 @@ FIELDS: dict[str, dict[str, Any]] = {
 CALL_IDS = [
     "call 🤖 é",
     "a/b:c{d}",
-    "s:status",
+    "s",
     "o:1",
     "r:call-1",
-    "i:call-1",
+    "c:call-1",
     "-",
     "0",
     "nil",

@@ -1,0 +1,183 @@
+"""Reading frozen rollouts: the freeze, all chunks, and many rollouts at once within a bound on memory."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+from gym_capture_redis import scripts
+from gym_capture_redis.codec import EntryType
+from gym_capture_redis.endpoint import new_incarnation, raise_refusal
+from gym_capture_redis.errors import CaptureError
+from gym_capture_redis.executor import Executor, Subject
+from gym_capture_redis.inflight import ByteBudget, Hold
+from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
+from gym_capture_redis.settings import SourceSettings
+from gym_capture_redis.snapshot import SnapshotAssembly
+
+READERS = 16
+"""Rollouts that ``freeze_many`` reads at the same time."""
+
+_DECODE_IN_LOOP_BYTES = 256 * 2**10
+"""Chunks and rollouts above this size are decoded on a thread: they must not hold the event loop."""
+
+_LISTED_ID_BYTES = 8
+_NEW_ID_BYTES = 12
+"""What a stored byte becomes as Python integers: an id takes three bytes stored, and 36 with its place."""
+
+_ARRAY_BYTES = 4
+"""What a stored byte becomes as an array, while it is put together."""
+
+T = TypeVar("T")
+
+Room = Callable[[int], Awaitable[None]]
+"""Waits until so many bytes may be read."""
+
+
+class RolloutReader:
+    """Freezes and reads rollouts, their token fields as lists or, with ``arrays``, as numpy arrays."""
+
+    def __init__(
+        self, executor: Executor, settings: SourceSettings, entry_type: EntryType, *, arrays: bool
+    ) -> None:
+        self._executor = executor
+        self._chunk_bytes = settings.chunk_bytes
+        self._entry_type = entry_type
+        self._arrays = arrays
+
+    async def freeze(self, key: bytes, rollout_id: str, room: Room | None = None) -> TokenCaptureSnapshot:
+        """Fence the rollout and read all of it; after the fence, wait for ``room`` to read the rest.
+
+        The deadline begins anew after that wait, which is no fault of the server's.
+
+        Raises:
+            CaptureError: see ``RedisTokenSource.freeze``.
+
+        """
+        subject = Subject(rollout_id)
+        deadline = self._executor.deadline()
+        call = scripts.freeze(
+            key,
+            new_incarnation=new_incarnation(),
+            snapshot_id=secrets.token_hex(16),
+            max_bytes=self._chunk_bytes,
+        )
+        while True:
+            reply = await self._executor.run(call, subject, deadline=deadline)
+            if reply.code != "OK":
+                raise_refusal(reply, subject)
+            frozen = scripts.Frozen.parse(reply)
+            if room is not None:
+                await room(self._decoded_bytes(frozen.facts))
+                deadline = self._executor.deadline()
+            assembly = SnapshotAssembly(rollout_id, frozen, self._entry_type, arrays=self._arrays)
+            if await self._read(assembly, key, frozen, subject, deadline):
+                return await self._decode(assembly.finish, frozen.facts.stored_bytes, subject, deadline)
+
+    async def _read(
+        self,
+        assembly: SnapshotAssembly,
+        key: bytes,
+        frozen: scripts.Frozen,
+        subject: Subject,
+        deadline: float,
+    ) -> bool:
+        """Read all chunks into ``assembly``. False if the rollout was marked meanwhile."""
+        chunk, incarnation, version = frozen.chunk, frozen.reply.incarnation, frozen.reply.version
+        await self._decode(partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
+        while chunk.next_seq <= assembly.last_seq:
+            call = scripts.read(
+                key,
+                incarnation=incarnation,
+                version=version,
+                from_seq=chunk.next_seq,
+                max_bytes=self._chunk_bytes,
+            )
+            reply = await self._executor.run(call, subject, deadline=deadline)
+            if reply.code == "CHANGED":
+                return False
+            if reply.code != "OK":
+                raise_refusal(reply, subject)
+            chunk = scripts.Chunk.parse(*reply.rest)
+            await self._decode(partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
+        return True
+
+    async def _decode(self, work: Callable[[], T], nbytes: int, subject: Subject, deadline: float) -> T:
+        """Decode here if it is little, else on a thread, so that the event loop is not held."""
+        if nbytes > _DECODE_IN_LOOP_BYTES:
+            return await self._executor.offload(work, subject, deadline=deadline)
+        return work()
+
+    def _decoded_bytes(self, facts: scripts.Facts) -> int:
+        """About how much memory the rollout takes once it is read."""
+        if self._arrays:
+            return _ARRAY_BYTES * facts.stored_bytes
+        return _LISTED_ID_BYTES * facts.ids + _NEW_ID_BYTES * facts.stored_bytes
+
+
+async def freeze_each(
+    rollout_ids: Iterable[str],
+    freeze: Callable[[str, Room], Awaitable[TokenCaptureSnapshot]],
+    budget: ByteBudget,
+    first_bytes: int,
+) -> AsyncIterator[FreezeOutcome]:
+    """Freeze rollouts, at most ``READERS`` at a time, and give their outcomes as they come.
+
+    ``budget`` bounds what was read and not taken yet. ``first_bytes`` is what the freeze itself may bring,
+    before the size of a rollout is known.
+    """
+    finished: asyncio.Queue[tuple[FreezeOutcome, Hold] | Exception] = asyncio.Queue()
+
+    async def read(rollout_id: str) -> None:
+        held = await budget.hold(first_bytes)
+
+        async def room(nbytes: int) -> None:
+            nonlocal held
+            # Never to wait for more while holding some: all readers might do that.
+            with held:
+                pass
+            held = await budget.hold(nbytes)
+
+        try:
+            outcome = FreezeOutcome(rollout_id, snapshot=await freeze(rollout_id, room))
+        except CaptureError as error:
+            outcome = FreezeOutcome(rollout_id, error=error)
+        except Exception as error:  # noqa: BLE001 - raised where the outcomes are taken
+            finished.put_nowait(error)
+            return
+        finished.put_nowait((outcome, held))
+
+    waiting = iter(rollout_ids)
+    tasks: set[asyncio.Task[None]] = set()
+    outstanding = 0
+
+    def read_more() -> None:
+        nonlocal outstanding
+        while outstanding < READERS:
+            try:
+                rollout_id = next(waiting)
+            except StopIteration:
+                return
+            task = asyncio.create_task(read(rollout_id))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            outstanding += 1
+
+    try:
+        read_more()
+        while outstanding:
+            item = await finished.get()
+            outstanding -= 1
+            if isinstance(item, Exception):
+                raise item
+            outcome, held = item
+            with held:
+                read_more()
+            yield outcome
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
