@@ -66,7 +66,7 @@ class Link:
         """
         connection = self._connection
         if not connection.is_connected:
-            await connection.connect()
+            await connection.connect()  # type: ignore[no-untyped-call]
         # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
         nonce = secrets.token_bytes(8)
         packed = connection.pack_commands([*commands, ("ECHO", nonce)])
@@ -115,7 +115,8 @@ class Link:
         if self._settings.durability != "memory":
             raise DurabilityError("fakeredis keeps nothing; choose durability='memory' in your unit test")
         server = _FAKE_SERVERS.setdefault(self._settings.url.host, FakeServer())
-        connection: AbstractConnection = FakeAsyncRedis(server=server).connection_pool.make_connection()
+        pool: Any = FakeAsyncRedis(server=server).connection_pool
+        connection: AbstractConnection = pool.make_connection()
         return connection
 
     async def _verify(self, connection: AbstractConnection) -> None:

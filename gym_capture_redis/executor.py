@@ -107,8 +107,8 @@ class Executor:
                 return await self._budget.hold(nbytes)
         except TimeoutError:
             raise BackendUnavailableError(
-                f"no room among max_inflight_bytes within {self._timeout_s:g} s: {self._server} takes records "
-                f"more slowly than they come, or not at all; nothing was sent ({subject})",
+                f"no room among max_inflight_bytes within {self._timeout_s:g} s: {self._server} takes "
+                f"records more slowly than they come, or not at all; nothing was sent ({subject})",
                 rollout_id=subject.rollout_id,
                 model_call_id=subject.model_call_id,
             ) from None

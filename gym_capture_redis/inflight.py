@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Self
 
 
 class Hold:
@@ -14,18 +15,22 @@ class Hold:
         self.nbytes = nbytes
 
     def grow(self, nbytes: int) -> None:
-        """Hold more than was asked for, without waiting: it is there already, and others shall wait for it."""
+        """Hold more than was asked for, without waiting: it is there already, and others wait for it."""
         self._budget.held_bytes += nbytes
         self.nbytes += nbytes
 
-    def __enter__(self) -> Hold:
+    def end(self) -> None:
+        """Make room for others. Idempotent."""
+        nbytes, self.nbytes = self.nbytes, 0
+        self._budget.release(nbytes)
+
+    def __enter__(self) -> Self:
         """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Make room for others."""
-        self._budget.release(self.nbytes)
-        self.nbytes = 0
+        """End it."""
+        self.end()
 
 
 class ByteBudget:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 from gym_capture_redis import scripts
@@ -118,66 +119,66 @@ class RolloutReader:
         return _LISTED_ID_BYTES * facts.ids + _NEW_ID_BYTES * facts.stored_bytes
 
 
-async def freeze_each(
-    rollout_ids: Iterable[str],
-    freeze: Callable[[str, Room], Awaitable[TokenCaptureSnapshot]],
-    budget: ByteBudget,
-    first_bytes: int,
-) -> AsyncIterator[FreezeOutcome]:
-    """Freeze rollouts, at most ``READERS`` at a time, and give their outcomes as they come.
+class ManyRollouts:
+    """Freezes rollouts, at most ``READERS`` at a time, and gives their outcomes as they come.
 
     ``budget`` bounds what was read and not taken yet. ``first_bytes`` is what the freeze itself may bring,
     before the size of a rollout is known.
     """
-    finished: asyncio.Queue[tuple[FreezeOutcome, Hold] | Exception] = asyncio.Queue()
 
-    async def read(rollout_id: str) -> None:
-        held = await budget.hold(first_bytes)
+    def __init__(
+        self,
+        rollout_ids: Iterable[str],
+        freeze: Callable[[str, Room], Awaitable[TokenCaptureSnapshot]],
+        budget: ByteBudget,
+        first_bytes: int,
+    ) -> None:
+        self._waiting = iter(rollout_ids)
+        self._freeze = freeze
+        self._budget = budget
+        self._first_bytes = first_bytes
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finished: asyncio.Queue[tuple[FreezeOutcome, Hold] | Exception] = asyncio.Queue()
+        self._outstanding = 0
+
+    async def outcomes(self) -> AsyncIterator[FreezeOutcome]:
+        """Each outcome once. Reading goes on while one is used, and ends when the iterator is closed."""
+        try:
+            self._start_more()
+            while self._outstanding:
+                item = await self._finished.get()
+                self._outstanding -= 1
+                if isinstance(item, Exception):
+                    raise item
+                outcome, held = item
+                with held:  # until here: now it is the caller's
+                    self._start_more()
+                yield outcome
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start_more(self) -> None:
+        for rollout_id in islice(self._waiting, READERS - self._outstanding):
+            task = asyncio.create_task(self._read(rollout_id))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            self._outstanding += 1
+
+    async def _read(self, rollout_id: str) -> None:
+        held = await self._budget.hold(self._first_bytes)
 
         async def room(nbytes: int) -> None:
             nonlocal held
-            # Never to wait for more while holding some: all readers might do that.
-            with held:
-                pass
-            held = await budget.hold(nbytes)
+            held.end()  # never to wait for more while holding some: all readers might do that
+            held = await self._budget.hold(nbytes)
 
         try:
-            outcome = FreezeOutcome(rollout_id, snapshot=await freeze(rollout_id, room))
+            outcome = FreezeOutcome(rollout_id, snapshot=await self._freeze(rollout_id, room))
         except CaptureError as error:
             outcome = FreezeOutcome(rollout_id, error=error)
         except Exception as error:  # noqa: BLE001 - raised where the outcomes are taken
-            finished.put_nowait(error)
+            self._finished.put_nowait(error)
             return
-        finished.put_nowait((outcome, held))
-
-    waiting = iter(rollout_ids)
-    tasks: set[asyncio.Task[None]] = set()
-    outstanding = 0
-
-    def read_more() -> None:
-        nonlocal outstanding
-        while outstanding < READERS:
-            try:
-                rollout_id = next(waiting)
-            except StopIteration:
-                return
-            task = asyncio.create_task(read(rollout_id))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            outstanding += 1
-
-    try:
-        read_more()
-        while outstanding:
-            item = await finished.get()
-            outstanding -= 1
-            if isinstance(item, Exception):
-                raise item
-            outcome, held = item
-            with held:
-                read_more()
-            yield outcome
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._finished.put_nowait((outcome, held))

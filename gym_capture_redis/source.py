@@ -12,7 +12,7 @@ from gym_capture_redis.endpoint import Endpoint, new_incarnation
 from gym_capture_redis.executor import Executor, Subject
 from gym_capture_redis.inflight import ByteBudget
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
-from gym_capture_redis.reading import RolloutReader, Room, freeze_each
+from gym_capture_redis.reading import ManyRollouts, RolloutReader, Room
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.settings import SourceSettings
 
@@ -108,7 +108,8 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         async def freeze(rollout_id: str, room: Room) -> TokenCaptureSnapshot:
             return await reader.freeze(self._key(rollout_id), rollout_id, room)
 
-        return freeze_each(ids, freeze, ByteBudget(max_inflight_bytes), self._settings.chunk_bytes)
+        budget = ByteBudget(max_inflight_bytes)
+        return ManyRollouts(ids, freeze, budget, self._settings.chunk_bytes).outcomes()
 
     async def _freeze(self, rollout_id: str, *, arrays: bool) -> TokenCaptureSnapshot:
         return await self._reader(arrays=arrays).freeze(self._key(rollout_id), rollout_id)
