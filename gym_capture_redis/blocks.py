@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from gym_capture_redis.packing import Array, Packed, pack_integers, pack_rows, unpack_integers
+from gym_capture_redis.packing import (
+    Array,
+    Packed,
+    check_integers,
+    pack_integers,
+    pack_rows,
+    unpack_integers,
+    unpack_joined,
+)
 
 BLOCK_IDS = 256
 """Ids in a block. Part of the format, never a setting."""
@@ -28,7 +36,9 @@ ROOT = b"\0" * NAME_BYTES
 """Stands for the empty prefix: the parent of a first block."""
 
 _TYPE_BYTES = 2
+_ID_BYTES = 4
 _NOTHING = np.empty(0, "<u4")
+_NO_TAIL = Packed("u1", b"")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,17 +107,18 @@ def cut(ids: Array, earlier: Iterable[TokenSequence] = ()) -> TokenSequence:
 class _Branch:
     """Blocks that follow each other, root first, and the longest tail seen at their end."""
 
-    pieces: list[Array] = field(default_factory=list)
-    tail: Array = field(default_factory=lambda: _NOTHING)
+    blocks: list[Packed] = field(default_factory=list)
+    tail: Packed = _NO_TAIL
 
     @property
     def length(self) -> int:
-        return len(self.pieces) * BLOCK_IDS
+        return len(self.blocks) * BLOCK_IDS
 
     @cached_property
     def ids(self) -> Array:
         """All ids, as one buffer. Used only when no block is added any more."""
-        return _signed(np.concatenate([*self.pieces, self.tail]))
+        parts = unpack_joined([*self.blocks, self.tail] if self.tail.raw else self.blocks)
+        return _signed(np.concatenate(parts or [_NOTHING]))
 
     @cached_property
     def listed(self) -> list[int]:
@@ -145,20 +156,23 @@ class BlockTree:
 
         """
         kind = value[NAME_BYTES : NAME_BYTES + _TYPE_BYTES].decode("ascii")
-        ids = unpack_integers(Packed(kind, value[NAME_BYTES + _TYPE_BYTES :]))
+        packed = Packed(kind, value[NAME_BYTES + _TYPE_BYTES :])
+        check_integers(packed)
         parent = self._places.get(value[:NAME_BYTES])
-        if _name(value) != name or len(ids) != BLOCK_IDS or parent is None:
+        if _name(value) != name or packed.length != BLOCK_IDS or parent is None:
             raise ValueError("not the block of this name")
         if name not in self._places:
-            self._places[name] = _grow(parent, ids)
+            self._places[name] = _grow(parent, packed)
 
-    def add_tail(self, end: bytes, tail: Array) -> None:
+    def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
         place = self._places.get(end)
-        if place is not None and place.length == place.branch.length and len(tail) > len(place.branch.tail):
-            place.branch.tail = tail
+        if place is not None and place.length == place.branch.length:
+            branch = place.branch
+            if tail.length > branch.tail.length:
+                branch.tail = tail
 
-    def split(self, end: bytes, tail: Array, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
+    def split(self, end: bytes, tail: Packed, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
         """Prompt and generation of the sequence that ends with this block and tail.
 
         Lists, or with ``arrays`` int32 or int64 arrays, which are views of one buffer for each branch.
@@ -168,31 +182,38 @@ class BlockTree:
 
         """
         place = self._places.get(end)
-        if place is None or not 0 <= prompt_length <= place.length + len(tail):
+        total = place.length + tail.length if place is not None else 0
+        if place is None or not 0 <= prompt_length <= total:
             raise ValueError("no such sequence")
-        total = place.length + len(tail)
-        whole, tail = place.branch.ids, _signed(tail)  # beside an unsigned one numpy would take floats
-        if np.array_equal(whole[place.length : total], tail):
-            ids = whole if arrays else place.branch.listed
+        branch, ids = place.branch, _signed_tail(tail)
+        here = branch.ids[place.length : total]
+        if len(here) == len(ids) and (here == ids).all():
+            whole: Any = branch.ids if arrays else branch.listed
         else:  # another branch went on from here
-            ids = _signed(np.concatenate([whole[: place.length], tail]))
-            ids = ids if arrays else ids.tolist()
-        return ids[:prompt_length], ids[prompt_length:total]
+            whole = _signed(np.concatenate([branch.ids[: place.length], ids]))
+            whole = whole if arrays else whole.tolist()
+        return whole[:prompt_length], whole[prompt_length:total]
 
 
-def _grow(parent: _Place, ids: Array) -> _Place:
+def _grow(parent: _Place, packed: Packed) -> _Place:
     """Append to the parent's branch if that ends there, else begin one that repeats its prefix."""
     branch = parent.branch
     if branch.length != parent.length or not parent.length:
-        branch = _Branch(branch.pieces[: parent.length // BLOCK_IDS])
-    branch.pieces.append(ids)
-    branch.tail = _NOTHING
+        branch = _Branch(branch.blocks[: parent.length // BLOCK_IDS])
+    branch.blocks.append(packed)
+    branch.tail = _NO_TAIL
     return _Place(branch, branch.length)
 
 
 def _signed(ids: Array) -> Array:
     """As int32, or as int64 where any id needs it: what tensors are made of."""
     return ids.astype("i4" if not ids.size or int(ids.max()) < 2**31 else "i8")
+
+
+def _signed_tail(tail: Packed) -> Array:
+    ids = unpack_integers(tail)
+    # Signed before it meets others: beside an unsigned array numpy would take floats.
+    return ids.astype("i4") if int(tail.type[1]) < _ID_BYTES else _signed(ids)
 
 
 def _name(value: bytes) -> bytes:

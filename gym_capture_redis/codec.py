@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgpack
 import numpy as np
@@ -29,15 +29,16 @@ from gym_capture_redis.experts import expert_bytes, pack_experts, unpack_experts
 from gym_capture_redis.packing import (
     Array,
     Packed,
+    check_integers,
     id_array,
     pack_log_probs,
-    unpack_integers,
     unpack_log_probs,
 )
 from gym_capture_redis.records import SCHEMA_VERSION, TokenEntry
 
 RECORD_FORMAT = 1
 DIGEST_BYTES = 32
+CHECK_BYTES = 16
 MAX_DETAILS_BYTES = 65_536
 """Limit of a refusal's details."""
 _BYTES_PER_TOKEN = 16
@@ -82,33 +83,34 @@ class EntryType(Protocol):
         """Build one entry from a mapping of its fields."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedRecord:
-    """A record ready to send: ``digest`` has 32 bytes, ``record`` is msgpack, ``sequence`` its blocks."""
+class EncodedRecord(NamedTuple):
+    """A record ready to send: ``record`` is msgpack, ``sequence`` its blocks.
+
+    ``seal`` has 48 bytes: a digest of the content, by which a repeated put is known, and a check of the
+    stored bytes, which is quicker to compute again.
+    """
 
     rollout_id: str
     model_call_id: str
-    digest: bytes
+    seal: bytes
     record: bytes
     sequence: TokenSequence
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRecord:
-    """A stored record that matches its digest, before its tokens are taken from the blocks."""
+class ParsedRecord(NamedTuple):
+    """A stored record that matches its seal, before its tokens are taken from the blocks."""
 
     rollout_id: str
     model_call_id: str
     small_fields: dict[str, Any]
     end: bytes
-    tail: Array
+    tail: Packed
     prompt_length: int
     log_probs: Array
     experts: list[Any] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(NamedTuple):
     """What a record consists of, and what its digest covers. ``fields`` are the small ones that it stores."""
 
     fields: dict[str, Any]
@@ -246,7 +248,8 @@ def encode_taken(
             pack_experts(entry.routed_experts),
         )
         rollout_id, model_call_id = (small_fields[name] for name in _SUBJECT_FIELDS)
-        record, digest = parts.packed(), parts.digest(rollout_id, model_call_id)
+        record = parts.packed()
+        seal = _sealed(parts.digest(rollout_id, model_call_id), record)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({_name(subject)})", **subject) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -260,35 +263,36 @@ def encode_taken(
             f"({_name(subject)})",
             **subject,
         )
-    return EncodedRecord(rollout_id, model_call_id, digest, record, sequence)
+    return EncodedRecord(rollout_id, model_call_id, seal, record, sequence)
 
 
-def parse(record: bytes, digest: bytes, *, rollout_id: str, model_call_id: str) -> ParsedRecord:
-    """Read a stored record and check it against ``digest``.
+def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) -> ParsedRecord:
+    """Read a stored record and check it against its seal.
 
     Raises:
         CorruptRecordError: the bytes are not those that were stored for this call.
 
     """
     about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
+    if _sealed(seal[:DIGEST_BYTES], record) != seal:
+        raise CorruptRecordError(f"the stored record does not match its digest ({_name(about)})", **about)
     try:
         parts = _Parts.unpacked(record)
-        intact = parts.digest(rollout_id, model_call_id) == digest
-        parsed = ParsedRecord(
-            rollout_id,
-            model_call_id,
-            {**_OMITTED_VALUES, **parts.fields, **about},
-            parts.end,
-            unpack_integers(parts.tail),
-            parts.prompt_length,
-            unpack_log_probs(parts.log_probs),
-            parts.experts,
-        )
+        check_integers(parts.tail)
+        log_probs = unpack_log_probs(parts.log_probs)
+        small_fields = _OMITTED_VALUES | parts.fields | about
     except _UNREADABLE:
         raise CorruptRecordError(f"the stored record is damaged ({_name(about)})", **about) from None
-    if not intact:
-        raise CorruptRecordError(f"the stored record does not match its digest ({_name(about)})", **about)
-    return parsed
+    return ParsedRecord(
+        rollout_id,
+        model_call_id,
+        small_fields,
+        parts.end,
+        parts.tail,
+        parts.prompt_length,
+        log_probs,
+        parts.experts,
+    )
 
 
 def build(parsed: ParsedRecord, tree: BlockTree, entry_type: EntryType, *, arrays: bool = False) -> Any:
@@ -314,9 +318,17 @@ def build(parsed: ParsedRecord, tree: BlockTree, entry_type: EntryType, *, array
         ) from None
     entry = _validated(entry_type, parsed, about)
     # The digest vouches for the arrays; validating every element again would cost more than reading.
-    entry.prompt_token_ids, entry.generation_token_ids, entry.routed_experts = prompt, generation, experts
-    entry.generation_log_probs = parsed.log_probs if arrays else parsed.log_probs.tolist()
+    entry.__dict__.update(
+        prompt_token_ids=prompt,
+        generation_token_ids=generation,
+        generation_log_probs=parsed.log_probs if arrays else parsed.log_probs.tolist(),
+        routed_experts=experts,
+    )
     return entry
+
+
+def _sealed(digest: bytes, record: bytes) -> bytes:
+    return digest + hashlib.blake2b(digest + record, digest_size=CHECK_BYTES).digest()
 
 
 def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict[str, Any]) -> bytes:

@@ -7,8 +7,8 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 ``s``          state: one line of words
 ``o:<seq>``    what step number ``seq`` wrote: ``<n>:``, the names of the n blocks it brought, and one of
                ``n:<call>`` (an intent), ``r:<call>`` (a record), ``x:<call>`` (a refusal), ``f:<call>``
-``c:<call>``   the call's row: ``n`` (announced, neither recorded nor refused yet), ``r`` and the payload
-               digest, or ``x``, the refusal code, NUL, a digest and the msgpack details
+``c:<call>``   the call's row: ``n`` (announced, neither recorded nor refused yet), ``r`` and the record's
+               seal, or ``x``, the refusal code, NUL, a digest and the msgpack details
 ``r:<call>``   record
 ``b:<name>``   token block, named by 16 bytes
 ``f:<call>``   failure: ``<unix ms> <code>``

@@ -7,8 +7,10 @@ vocabularies fit three bytes.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,18 +23,23 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _UNSIGNED = ("u1", "u2", "u3", "u4", "u8")
 _SIGNED = ("i1", "i2", "i4", "i8")
+_INTEGERS = frozenset((*_UNSIGNED, *_SIGNED))
 _FLOATS = ("f4", "f8")
 _FLOAT_ARRAYS = ("<f2", "<f4", "<f8", ">f2", ">f4", ">f8")
 _REALS = (float, int, np.float16, np.float32, np.integer)
 _NO_FLOATS = "the record is invalid: generation_log_probs must be a list of floats"
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """A flat array: type name and little-endian bytes."""
 
     type: str
     raw: bytes
+
+    @property
+    def length(self) -> int:
+        """How many elements it has."""
+        return len(self.raw) // int(self.type[1])
 
 
 def id_array(name: str, ids: Any) -> Array:
@@ -108,6 +115,17 @@ def _narrowed(numbers: Array, name: str) -> Array:
     return wide.view("u1").reshape(*wide.shape, 4)[..., :3]
 
 
+def check_integers(packed: Packed) -> None:
+    """Check what was read, before it is unpacked.
+
+    Raises:
+        ValueError: an unknown type, or bytes that are no whole number of elements.
+
+    """
+    if packed.type not in _INTEGERS or len(packed.raw) % int(packed.type[1]):
+        raise ValueError("not a packed integer array")
+
+
 def unpack_integers(packed: Packed) -> Array:
     """The flat array that was packed.
 
@@ -115,13 +133,20 @@ def unpack_integers(packed: Packed) -> Array:
         ValueError: an unknown type, or bytes that are no whole number of elements.
 
     """
-    if packed.type not in (*_UNSIGNED, *_SIGNED) or len(packed.raw) % int(packed.type[1]):
-        raise ValueError("not a packed integer array")
+    check_integers(packed)
     if packed.type != "u3":
         return np.frombuffer(packed.raw, "<" + packed.type)
-    wide = np.zeros((len(packed.raw) // 3, 4), "u1")
+    wide = np.zeros((packed.length, 4), "u1")
     wide[:, :3] = np.frombuffer(packed.raw, "u1").reshape(-1, 3)
-    return wide.reshape(-1).view("<u4")
+    return wide.view("<u4").reshape(-1)
+
+
+def unpack_joined(parts: Iterable[Packed]) -> list[Array]:
+    """Arrays that follow each other, those of the same type as one: a few large ones instead of many."""
+    return [
+        unpack_integers(Packed(name, b"".join(part.raw for part in group)))
+        for name, group in groupby(parts, key=attrgetter("type"))
+    ]
 
 
 def pack_log_probs(values: Any) -> Packed:

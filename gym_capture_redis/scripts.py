@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.exceptions import ResponseError
 
@@ -122,8 +122,7 @@ def read_replies(raw: Any, count: int, run_id: str) -> list[Reply | ResponseErro
     ]
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """What every step answers: an outcome, which attempt of the rollout there is, and the rest."""
 
     code: str
@@ -149,8 +148,7 @@ class Reply:
             raise ValueError("not a reply of a step") from None
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """What one step wrote, as read back: field name, value, and the index row of a record."""
 
     field: bytes | None
@@ -252,7 +250,7 @@ def put(key: bytes, encoded: EncodedRecord, *, incarnation: str, first_block: in
         (
             incarnation,
             encoded.model_call_id,
-            RECORDED + encoded.digest,
+            RECORDED + encoded.seal,
             encoded.record,
             len(sequence.ids),
             sequence.parent(first_block),

@@ -113,8 +113,8 @@ class SnapshotAssembly:
             self._incomplete(IncompleteCode.TAMPERED, call, "the call's row does not tell of its record")
             return
         try:
-            digest = index.removeprefix(RECORDED)
-            parsed = codec.parse(record, digest, rollout_id=self._rollout_id, model_call_id=call)
+            seal = index.removeprefix(RECORDED)
+            parsed = codec.parse(record, seal, rollout_id=self._rollout_id, model_call_id=call)
         except CorruptRecordError as error:
             self._corrupt(call, error)
         else:

@@ -1,7 +1,7 @@
 -- Stores a record with the token blocks that are new, and settles its intent.
 -- 1  incarnation of the attempt that the record belongs to
 -- 2  call
--- 3  the call's row: 'r', digest of the record's content
+-- 3  the call's row: 'r', seal of the record
 -- 4  the encoded record
 -- 5  how many token ids its prompt and generation have
 -- 6  name of the block that the first of the blocks below follows; 16 zero bytes for none
