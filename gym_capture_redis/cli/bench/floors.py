@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import time
 from collections.abc import Iterable
@@ -28,6 +29,7 @@ def packing_seconds(rollouts: Iterable[Rollout]) -> float:
 def slicing_seconds(rollouts: Iterable[Rollout]) -> float:
     """Time to cut each prompt out of the last and longest one of its rollout."""
     kept: list[list[int]] = []
+    gc.collect()
     begin = time.perf_counter()
     for rollout in rollouts:
         whole = rollout[-1].prompt_token_ids

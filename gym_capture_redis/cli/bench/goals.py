@@ -56,6 +56,10 @@ def _times(value: float) -> str:
     return f"{value:.2f} x"
 
 
+def _times_exactly(value: float) -> str:
+    return f"{value:.3f} x"
+
+
 def _percent(value: float) -> str:
     return f"{value:.0%}"
 
@@ -72,13 +76,14 @@ GOALS: tuple[Goal, ...] = (
     Goal("latency", "latency a put adds", "bare HSET", 2.5, 1.5, Better.LOWER, _times),
     Goal("workers", "many workers", "bare limit", 0.3, 0.5, Better.HIGHER, _times),
     Goal("server_cpu", "server CPU of a put", "plain HSET", 3, 2, Better.LOWER, _times),
-    Goal("aof_bytes", "AOF bytes", "new information", 1.3, 1.15, Better.LOWER, _times),
-    Goal("memory_bytes", "Redis memory", "new information", 1.3, 1.15, Better.LOWER, _times),
+    Goal("aof_bytes", "AOF bytes", "new information", 1.3, 1.15, Better.LOWER, _times_exactly),
+    Goal("memory_bytes", "Redis memory", "new information", 1.3, 1.15, Better.LOWER, _times_exactly),
     Goal("freeze_file_store", "freeze to TokenEntry", "file store", 4, 8, Better.HIGHER, _times),
     Goal("freeze_slicing", "freeze to TokenEntry", "slicing rate", 0.25, 0.45, Better.HIGHER, _percent),
     Goal("arrays_file_store", "freeze to arrays", "file store", 20, 60, Better.HIGHER, _times),
     Goal("experts_file_store", "routed experts", "file store", 3, 6, Better.HIGHER, _times),
-    Goal("client_memory", "client memory, stalled", "its setting", 1, None, Better.LOWER, _times),
+    # The setting bounds what is in flight; a tenth more is for the frames of 1,000 callers that wait.
+    Goal("client_memory", "client memory, stalled", "its setting", 1.1, None, Better.LOWER, _times),
     Goal("event_loop", "event loop pause", "", 50, 10, Better.LOWER, _milliseconds),
 )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from gym_capture_redis.cli.bench.goals import Better, Figure, Goal, NotMeasured, Verdict
@@ -36,15 +37,16 @@ def print_facts(console: Console, facts: Mapping[str, str]) -> None:
 def print_section(console: Console, section: Section) -> None:
     """Print the tables and remarks of one section."""
     for grid in section.grids:
+        console.print(grid.title, style="bold")
         console.print(_table(grid))
     for note in section.notes:
-        console.print(f"  {escape(note)}", style="dim")
+        console.print(_indented(note, style="dim"))
     console.print()
 
 
 def print_goals(console: Console, rows: Rows) -> None:
     """Print every goal with its figure and verdict, then in words what falls short of an aim."""
-    table = Table(title="Goals", title_justify="left")
+    table = Table()
     for column in ("what", "against"):
         table.add_column(column)
     for column in ("measured", "at least", "aim"):
@@ -60,9 +62,10 @@ def print_goals(console: Console, rows: Rows) -> None:
             _bound(goal, goal.aim),
             f"[{_STYLES[verdict]}]{verdict.value}[/]",
         )
+    console.print("Goals", style="bold")
     console.print(table)
     for line in _below_aim(rows):
-        console.print(f"  {escape(line)}")
+        console.print(_indented(line))
     console.print(_summary(verdict for _, _, verdict in rows))
 
 
@@ -73,13 +76,20 @@ def _bound(goal: Goal, bound: float | None) -> str:
 
 
 def _below_aim(rows: Rows) -> Iterable[str]:
+    missing: dict[str, list[str]] = {}
     for goal, found, verdict in rows:
-        if verdict is Verdict.AIM:
-            continue
-        why = found.reason if isinstance(found, NotMeasured) else found.detail
-        against = f" / {goal.compared_with}" if goal.compared_with else ""
-        said = {Verdict.AT_LEAST: "below the aim"}.get(verdict, verdict.value)
-        yield f"{goal.what}{against}: {said}: {why}"
+        name = f"{goal.what} / {goal.compared_with}" if goal.compared_with else goal.what
+        if isinstance(found, NotMeasured):
+            missing.setdefault(found.reason, []).append(name)
+        elif verdict is not Verdict.AIM:
+            said = "SHORT" if verdict is Verdict.SHORT else "below the aim"
+            yield f"{name}: {said}: {found.detail}"
+    for reason, names in missing.items():
+        yield f"not measured, {reason}: {', '.join(names)}"
+
+
+def _indented(text: str, style: str = "") -> Padding:
+    return Padding(escape(text), (0, 0, 0, 2), style=style, expand=False)
 
 
 def _summary(verdicts: Iterable[Verdict]) -> str:
@@ -88,7 +98,7 @@ def _summary(verdicts: Iterable[Verdict]) -> str:
 
 
 def _table(grid: Grid) -> Table:
-    table = Table(title=grid.title, title_justify="left", show_header=any(grid.columns))
+    table = Table(show_header=any(grid.columns))
     words = {index for row in grid.rows for index, cell in enumerate(row) if not any(map(str.isdigit, cell))}
     for index, column in enumerate(grid.columns):
         table.add_column(column, justify="left" if index == 0 or index in words else "right")

@@ -11,6 +11,9 @@ from gym_capture_redis.cli.bench.goals import Figure
 
 T = TypeVar("T")
 
+_WHOLE_FROM = 100
+"""Three digits are enough."""
+
 
 def rotated(contenders: Sequence[T], round_number: int) -> list[T]:
     """All of them, beginning with another one each round: nobody always follows the same neighbour."""
@@ -21,8 +24,12 @@ def rotated(contenders: Sequence[T], round_number: int) -> list[T]:
 def ratio(ours: Sequence[float], theirs: Sequence[float], *, unit: str) -> Figure:
     """Ours ÷ theirs: the median of the ratios of each round, since both move from round to round."""
     rounds = tuple(mine / other for mine, other in zip(ours, theirs, strict=True))
-    detail = f"{statistics.median(ours):,.4g} against {statistics.median(theirs):,.4g} {unit}"
+    detail = f"{_written(statistics.median(ours))} against {_written(statistics.median(theirs))} {unit}"
     return Figure(statistics.median(rounds), detail, rounds)
+
+
+def _written(value: float) -> str:
+    return f"{value:,.0f}" if value >= _WHOLE_FROM else f"{value:.3g}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:

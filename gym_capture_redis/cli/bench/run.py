@@ -33,7 +33,7 @@ from gym_capture_redis.cli.bench.measures import (
 )
 from gym_capture_redis.cli.bench.report import print_facts, print_goals, print_section
 from gym_capture_redis.cli.bench.section import Section
-from gym_capture_redis.cli.bench.servers import probe, servers_for
+from gym_capture_redis.cli.bench.servers import servers_for
 from gym_capture_redis.cli.bench.workload import Workload
 
 SECTIONS: dict[str, Callable[[Bench], Awaitable[Section]]] = {
@@ -66,7 +66,6 @@ def run(console: Console, url: str | None, options: Options, output: Output) -> 
     directory = Path(tempfile.mkdtemp(prefix="gymcap-bench-"))
     try:
         with servers_for(url, directory, mark) as servers:
-            asyncio.run(probe(servers.main))
             facts = machine_facts(servers.main, directory)
             print_facts(console, facts)
             if facts["filesystem"] in MEMORY_FILESYSTEMS:

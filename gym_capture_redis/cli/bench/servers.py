@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def servers_for(url: str | None, directory: Path, mark: str) -> Iterator[Servers
     """The server of ``url``, which is left without a key that has ``mark`` in its name; or private ones.
 
     Raises:
-        ConfigurationError: the URL cannot be used here, or no server can be started.
+        CaptureError: the server cannot be used, or none can be started.
 
     """
     with contextlib.ExitStack() as stack:
@@ -121,6 +122,7 @@ def servers_for(url: str | None, directory: Path, mark: str) -> Iterator[Servers
             return
         named = stack.enter_context(_named_server(url))
         stack.callback(named.close)
+        asyncio.run(_probe(named))
         try:
             yield Servers(named, named if named.appendfsync == "always" else None)
         except BaseException:
@@ -157,7 +159,7 @@ def _named_server(url: str) -> Iterator[Server]:
         yield Server(url, private=False)
 
 
-async def probe(server: Server) -> None:
+async def _probe(server: Server) -> None:
     """Fail early, and in one line, where the server cannot be used. Touches no data.
 
     Raises:

@@ -24,7 +24,7 @@ async def measure(bench: Bench) -> Section:
     sizes = await bench.stored_sizes()
     stored_bytes = round(sum(sizes.values()) / len(sizes))
     program, why_not = find_program(bench.servers.main)
-    counts = [count for count in bench.options.workers if count <= len(bench.workload.rollouts)]
+    counts = sorted({min(count, len(bench.workload.rollouts)) for count in bench.options.workers})
     rounds = bench.options.rounds
     rates: dict[int, Rates] = {}
     c_client: list[float] = []
@@ -50,7 +50,9 @@ async def measure(bench: Bench) -> Section:
     if not program:
         section.notes.append(f"The bare limit is that of redis-py processes: {why_not}.")
     if skipped := sorted(set(bench.options.workers) - set(counts)):
-        section.notes.append(f"There are not enough rollouts for {', '.join(map(str, skipped))} workers.")
+        section.notes.append(
+            f"There are only {len(bench.workload.rollouts)} rollouts for {', '.join(map(str, skipped))} workers."
+        )
     return section
 
 

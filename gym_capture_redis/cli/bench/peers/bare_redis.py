@@ -27,6 +27,7 @@ class BareRedis:
 
     name = NAME
     several_machines = True
+    gives_back = "bytes, not decoded"
 
     def __init__(self, server: Server, mark: str, sizes: StoredSizes) -> None:
         self.durability = server.durability

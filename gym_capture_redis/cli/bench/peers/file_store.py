@@ -26,6 +26,7 @@ class FileStore:
     name = NAME
     durability = "fsync of the record before every acknowledgement"
     several_machines = False
+    gives_back = "entries, in a snapshot"
 
     def __init__(self, directory: Path) -> None:
         self._parent = directory

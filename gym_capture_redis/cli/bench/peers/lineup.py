@@ -28,10 +28,15 @@ class Lineup:
     def describe(self) -> Grid:
         """Tell what each does for its speed."""
         rows = [
-            (peer.name, peer.durability, "any number" if peer.several_machines else "one")
+            (
+                peer.name,
+                peer.durability,
+                "any number" if peer.several_machines else "one",
+                peer.gives_back,
+            )
             for peer in self.peers
         ]
-        return Grid("Contenders", ("", "an acknowledged put survives by", "machines"), rows)
+        return Grid("Contenders", ("", "an acknowledged put is kept by", "machines", "reading gives"), rows)
 
     def notes(self) -> list[str]:
         """Name those that are left out."""

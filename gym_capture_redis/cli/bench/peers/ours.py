@@ -27,6 +27,7 @@ class OurTransport:
     """A sink and a source of their own for each round, in a namespace of its own."""
 
     several_machines = True
+    gives_back = "entries, in a checked snapshot"
 
     def __init__(self, server: Server, mark: str, *, durability: Durability = "aof", **settings: Any) -> None:
         self.name = NAME if durability == "aof" else f"{NAME}, {durability}"

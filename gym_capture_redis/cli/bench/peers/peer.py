@@ -18,6 +18,8 @@ class Peer(Protocol):
     durability: str
     """What an acknowledged put survives, in words."""
     several_machines: bool
+    gives_back: str
+    """What reading makes of a call, in words: the less, the faster."""
 
     async def open(self) -> None:
         """Start what it needs."""

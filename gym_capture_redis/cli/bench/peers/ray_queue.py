@@ -22,8 +22,9 @@ class RayQueue:
     """A queue for each round. It knows no rollouts: a reader gets as many calls as it asks for."""
 
     name = NAME
-    durability = "none: the memory of one Ray actor"
+    durability = "nothing but the memory of one Ray actor"
     several_machines = True
+    gives_back = "entries, as they come"
 
     async def open(self) -> None:
         """Start Ray."""

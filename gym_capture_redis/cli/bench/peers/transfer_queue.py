@@ -23,14 +23,12 @@ def missing() -> str | None:
 
 
 class TransferQueue:
-    """A partition for each round, a key for each call: its arrays as tensors, the other fields as JSON.
-
-    What is read back stays tensors.
-    """
+    """A partition for each round, a key for each call: its arrays as tensors, the other fields as JSON."""
 
     name = NAME
-    durability = "none: the memory of its storage units (Ray actors)"
+    durability = "nothing but the memory of its storage units (Ray actors)"
     several_machines = True
+    gives_back = "tensors"
 
     async def open(self) -> None:
         """Start Ray, its controller and its storage units."""
