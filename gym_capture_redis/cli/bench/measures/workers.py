@@ -49,10 +49,8 @@ async def measure(bench: Bench) -> Section:
     }
     if not program:
         section.notes.append(f"The bare limit is that of redis-py processes: {why_not}.")
-    if skipped := sorted(set(bench.options.workers) - set(counts)):
-        section.notes.append(
-            f"There are only {len(bench.workload.rollouts)} rollouts for {', '.join(map(str, skipped))} workers."
-        )
+    if (rollouts := len(bench.workload.rollouts)) < max(bench.options.workers):
+        section.notes.append(f"No more workers than rollouts: {rollouts}.")
     return section
 
 
