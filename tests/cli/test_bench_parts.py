@@ -68,16 +68,10 @@ async def test_we_are_not_scored_either(server: Server) -> None:
 async def test_stored_sizes_add_up_to_what_a_snapshot_tells(server: Server) -> None:
     rollouts = Workload(SHAPE).rollouts
     ours = OurTransport(server, MARK)
-    sizes = await measure_stored_sizes(ours, server, rollouts)
-    await ours.prepare(rollouts)
-    for rollout in rollouts:
-        for entry in rollout:
-            await ours.put(entry)
-    await read_all(ours, rollouts)
-    await ours.clear()
+    sizes = await measure_stored_sizes(ours, rollouts)
 
     assert len(sizes) == 6
-    assert sum(sizes.values()) == ours.stored_bytes
+    assert abs(sum(sizes.values()) - sum(ours.stored_bytes.values())) < len(sizes)
 
 
 async def test_no_more_rollouts_than_that_are_in_flight() -> None:

@@ -46,7 +46,7 @@ class Bench:
     async def stored_sizes(self) -> StoredSizes:
         """Bytes that this package stores for each call of the workload, found out once."""
         if self._sizes is None:
-            self._sizes = await measure_stored_sizes(self.ours(), self.servers.main, self.workload.rollouts)
+            self._sizes = await measure_stored_sizes(self.ours(), self.workload.rollouts)
         return self._sizes
 
     def progress(self, what: str, total: int) -> AbstractContextManager[Callable[[], None]]:

@@ -14,6 +14,7 @@ from gym_capture_redis.errors import ConfigurationError
 INSTALL_HINT = "pip install 'gym-capture-redis[plot]'"
 SIZE_INCHES = (7.5, 4.5)
 KIB = 1024
+TICKS_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
 
 def load_matplotlib() -> Any:
@@ -51,11 +52,12 @@ def _throughput(axes: Any, data: dict[str, Any]) -> None:
     for job in next(iter(data["puts_per_s"].values())):
         rates = [median(data["puts_per_s"][str(count)][job]) for count in counts]
         axes.plot(counts, rates, marker="o", label=job)
-    if c_client := data["server_benchmark_hset_per_s"]:
-        axes.axhline(median(c_client), linestyle="--", color="grey", label="server's own benchmark, HSET")
     axes.set_xticks(counts)
     axes.set_ylim(bottom=0)
-    _label(axes, "Calls put by all worker processes", "worker processes", "calls/s")
+    title = "Calls put by all worker processes"
+    if c_client := data["server_benchmark_hset_per_s"]:
+        title += f"\nthe server's own benchmark: {median(c_client):,.0f} HSET/s"
+    _label(axes, title, "worker processes", "calls/s")
 
 
 def _latencies(axes: Any, data: dict[str, Any]) -> None:
@@ -64,6 +66,8 @@ def _latencies(axes: Any, data: dict[str, Any]) -> None:
         shares = [(rank + 1) / len(values) for rank in range(len(values))]
         axes.plot(values, shares, label=name)
     axes.set_xscale("log")
+    axes.set_xticks(TICKS_MS, [f"{tick:g}" for tick in TICKS_MS])
+    axes.set_xticks([], minor=True)
     axes.set_ylim(0, 1)
     _label(axes, "Latency of a put, one call at a time", "milliseconds", "share of puts that took no longer")
 

@@ -62,9 +62,10 @@ class Shape:
 
     def __str__(self) -> str:
         """Say in words what it makes."""
+        many = "rollouts" if self.rollouts > 1 else "rollout"
         routed = f", routed experts {self.experts[0]} x {self.experts[1]}" if self.experts else ""
         return (
-            f"{self.rollouts} rollouts of {self.calls} calls: first prompt {self.first_prompt:,} ids, "
+            f"{self.rollouts} {many} of {self.calls} calls: first prompt {self.first_prompt:,} ids, "
             f"{self.growth:,} more each turn, {self.generated:,} generated{routed}"
         )
 

@@ -69,7 +69,7 @@ class Workload:
     @cached_property
     def new_information(self) -> int:
         """Bytes that no prompt before had: see ``new_information``."""
-        return sum(map(new_information, self.rollouts))
+        return sum(sum(new_information(rollout)) for rollout in self.rollouts)
 
     @property
     def tokens(self) -> int:
@@ -107,21 +107,22 @@ def entries_of(
     return entries
 
 
-def new_information(rollout: Rollout) -> int:
-    """Bytes of a rollout that must be kept somehow: new ids and log probabilities at 4 B, text as UTF-8 JSON.
+def new_information(rollout: Rollout) -> list[int]:
+    """Bytes of each call that must be kept somehow: new ids and log probabilities at 4 B, text as UTF-8 JSON.
 
     Ids are new that go beyond what the prompt shares with the sequence of the call before; text is
     ``output_items``. Routed experts are not counted.
     """
-    total = 0
+    of_calls: list[int] = []
     before: list[int] = []
     for entry in rollout:
         sequence = entry.prompt_token_ids + entry.generation_token_ids
-        total += BYTES_PER_ID * (len(sequence) - _shared(before, sequence))
-        total += BYTES_PER_LOG_PROB * len(entry.generation_log_probs)
-        total += len(json.dumps(entry.output_items, ensure_ascii=False, separators=(",", ":")).encode())
+        ids = BYTES_PER_ID * (len(sequence) - _shared(before, sequence))
+        log_probs = BYTES_PER_LOG_PROB * len(entry.generation_log_probs)
+        text = json.dumps(entry.output_items, ensure_ascii=False, separators=(",", ":")).encode()
+        of_calls.append(ids + log_probs + len(text))
         before = sequence
-    return total
+    return of_calls
 
 
 def _shared(first: list[int], second: list[int]) -> int:

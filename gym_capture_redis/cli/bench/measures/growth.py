@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from gym_capture_redis.cli.bench.context import Bench
@@ -26,7 +27,7 @@ async def measure(bench: Bench) -> Section:
     rollout = SHAPE.rollout(0)
     sizes = {
         OURS: await _in_redis(bench, rollout),
-        INFORMATION: [new_information(rollout[: turn + 1]) for turn in range(TURNS)],
+        INFORMATION: list(itertools.accumulate(new_information(rollout))),
     }
     lacks = file_store.missing()
     if not lacks:

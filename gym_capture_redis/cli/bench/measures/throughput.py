@@ -59,9 +59,10 @@ async def _one_round(peer: Peer, bench: Bench, rates: Rates) -> None:
         await peer.prepare(rollouts)
         rates.put.append(calls / await put_all(peer, rollouts))
         rates.freeze.append(calls / await read_all(peer, rollouts))
-        if isinstance(peer, OurTransport | FileStore):
+        if isinstance(peer, FileStore):
             rates.stored_bytes = peer.stored_bytes / calls
         if isinstance(peer, OurTransport):
+            rates.stored_bytes = sum(peer.stored_bytes.values()) / calls
             rates.arrays.append(calls / await read_all(peer, rollouts, peer.read_arrays))
     finally:
         await peer.clear()

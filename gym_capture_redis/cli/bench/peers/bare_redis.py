@@ -5,16 +5,15 @@ Which bytes does not matter to a server, so only their number is taken from what
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gym_capture_redis.cli.bench.drive import timed
+from gym_capture_redis.cli.bench.drive import put_all, read_all
 from gym_capture_redis.cli.bench.peers.ours import OurTransport
 from gym_capture_redis.cli.bench.servers import Server
-from gym_capture_redis.cli.bench.workload import Rollout
+from gym_capture_redis.cli.bench.workload import Rollout, new_information
 
 NAME = "bare redis-py"
 
@@ -70,24 +69,22 @@ class BareRedis:
         """Nothing: a round closes what it opened."""
 
 
-async def measure_stored_sizes(
-    ours: OurTransport, server: Server, rollouts: Sequence[Rollout]
-) -> StoredSizes:
-    """Put all calls through this package once, and ask after each how many bytes its rollout has."""
-    sizes: dict[tuple[str, str], int] = {}
+async def measure_stored_sizes(ours: OurTransport, rollouts: Sequence[Rollout]) -> StoredSizes:
+    """Put and freeze all calls through this package once, to see how many bytes it holds for them.
 
-    async def one(rollout: Rollout) -> None:
-        before = 0
-        for entry in rollout:
-            await ours.put(entry)
-            stored = int(await client.hget(ours.key(rollout), "s:bytes") or 0)
-            sizes[entry.rollout_id, entry.model_call_id] = stored - before
-            before = stored
-
-    client = server.new_client()
+    A snapshot tells that of a whole rollout; its calls share it as they share the new information.
+    """
     try:
         await ours.prepare(rollouts)
-        await timed(one, rollouts)
+        await put_all(ours, rollouts)
+        await read_all(ours, rollouts)
+        stored = ours.stored_bytes
     finally:
-        await asyncio.gather(ours.clear(), client.aclose())
+        await ours.clear()
+    sizes: dict[tuple[str, str], int] = {}
+    for rollout in rollouts:
+        information = new_information(rollout)
+        factor = stored[rollout[0].rollout_id] / sum(information)
+        for entry, new in zip(rollout, information, strict=True):
+            sizes[entry.rollout_id, entry.model_call_id] = max(1, round(factor * new))
     return sizes

@@ -37,7 +37,7 @@ class OurTransport:
         self._durability = durability
         self._settings = settings
         self._rollout_ids: list[str] = []
-        self.stored_bytes = 0
+        self.stored_bytes: dict[str, int] = {}
 
     @staticmethod
     def connections() -> int:
@@ -55,7 +55,7 @@ class OurTransport:
         self.sink = RedisTokenSink(self._url, **common, **self._settings)
         self.source = RedisTokenSource(self._url, **common)
         self._rollout_ids = [rollout[0].rollout_id for rollout in rollouts]
-        self.stored_bytes = 0
+        self.stored_bytes = {}
         await asyncio.gather(
             *(
                 self.sink.begin_call(entry.rollout_id, entry.model_call_id)
@@ -71,7 +71,7 @@ class OurTransport:
     async def read(self, rollout: Rollout) -> int:
         """Freeze; raises IncompleteError where anything is missing."""
         snapshot = await self.source.freeze(rollout[0].rollout_id)
-        self.stored_bytes += snapshot.stored_bytes
+        self.stored_bytes[snapshot.rollout_id] = snapshot.stored_bytes
         return _counted(snapshot)
 
     async def read_arrays(self, rollout: Rollout) -> int:
