@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import gym_capture_redis
+from gym_capture_redis.cli.bench.command import bench
 from gym_capture_redis.cli.demo import demo
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
     """,
 )
 app.command()(demo)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

