@@ -149,11 +149,11 @@ class Reply(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What one step wrote, as read back: field name, value, and the index row of a record."""
+    """What one step wrote, as read back: kind and call, value, and for a record the call's row."""
 
     field: bytes | None
     value: bytes | None
-    index: bytes | None
+    call_row: bytes | None
     block_names: bytes
     """Names of the blocks that the step brought, 16 bytes each."""
     blocks: tuple[bytes | None, ...]
@@ -161,8 +161,8 @@ class Row(NamedTuple):
     @classmethod
     def parse(cls, raw: Sequence[Any]) -> Row:
         """Read one row of a reply."""
-        field, value, index, block_names, blocks = raw
-        return cls(field, value, index, block_names, tuple(blocks))
+        field, value, call_row, block_names, blocks = raw
+        return cls(field, value, call_row, block_names, tuple(blocks))
 
     @property
     def nbytes(self) -> int:

@@ -100,7 +100,7 @@ class SnapshotAssembly:
         self._seen[kind] += 1
         match kind:
             case b"r:":
-                self._add_record(call, row.value, row.index)
+                self._add_record(call, row.value, row.call_row)
             case b"n:":
                 self._open_calls.append(call)
             case b"f:":
@@ -108,12 +108,12 @@ class SnapshotAssembly:
             case b"x:":
                 self._add_refusal(call, row.value)
 
-    def _add_record(self, call: str, record: bytes, index: bytes | None) -> None:
-        if index is None or not index.startswith(RECORDED):
+    def _add_record(self, call: str, record: bytes, call_row: bytes | None) -> None:
+        if call_row is None or not call_row.startswith(RECORDED):
             self._incomplete(IncompleteCode.TAMPERED, call, "the call's row does not tell of its record")
             return
         try:
-            seal = index.removeprefix(RECORDED)
+            seal = call_row.removeprefix(RECORDED)
             parsed = codec.parse(record, seal, rollout_id=self._rollout_id, model_call_id=call)
         except CorruptRecordError as error:
             self._corrupt(call, error)
