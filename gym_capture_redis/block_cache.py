@@ -27,17 +27,18 @@ class _Rollout:
     incarnation: str = ""
     stored: set[bytes] = field(default_factory=set)
     sequences: tuple[TokenSequence, ...] = ()
+    sequence_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        kept = sum(sequence.ids.nbytes + 8 * len(sequence.names) for sequence in self.sequences)
-        return _ROLLOUT_BYTES + _NAME_BYTES * len(self.stored) + kept
+        return _ROLLOUT_BYTES + _NAME_BYTES * len(self.stored) + self.sequence_bytes
 
     def keep(self, sequence: TokenSequence) -> None:
         """Add a sequence, in place of those that it goes on from, unless it would spare no hashing."""
         if sequence.names and not any(sequence.end in kept.names for kept in self.sequences):
             others = [kept for kept in self.sequences if kept.end not in sequence.names]
             self.sequences = (sequence.without_tail(), *others)[:MAX_BRANCHES]
+            self.sequence_bytes = sum(kept.ids.nbytes + 8 * len(kept.names) for kept in self.sequences)
 
 
 class _Contents:
@@ -80,6 +81,17 @@ class BlockCache:
                 if sequence.names[index - 1] in rollout.stored:
                     return index
             return 0
+
+    def unknown(
+        self, rollout_id: str, incarnation: str, parts: list[tuple[bytes, bytes]]
+    ) -> list[tuple[bytes, bytes]]:
+        """Those of the parts, given as name and content, that are not known to be stored in this attempt."""
+        contents = self._contents()
+        with contents.lock:
+            rollout = contents.rollouts.get(rollout_id)
+            if not parts or rollout is None or rollout.incarnation != incarnation:
+                return parts
+            return [part for part in parts if part[0] not in rollout.stored]
 
     def learn(self, rollout_id: str, incarnation: str, names: Iterable[bytes]) -> None:
         """These blocks, and with them all before them, are stored."""

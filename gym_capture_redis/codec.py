@@ -25,15 +25,16 @@ from gym_capture_redis.errors import (
     RecordTooLargeError,
     UnsupportedFormatError,
 )
-from gym_capture_redis.experts import expert_bytes, pack_experts, unpack_experts
+from gym_capture_redis.experts import PLAIN, expert_bytes, pack_experts, unpack_experts
 from gym_capture_redis.packing import (
     Array,
     Packed,
     check_integers,
-    id_array,
+    joined_ids,
     pack_log_probs,
     unpack_log_probs,
 )
+from gym_capture_redis.parts import PART_BYTES, PartStore, cut_parts
 from gym_capture_redis.records import SCHEMA_VERSION, TokenEntry
 
 RECORD_FORMAT = 1
@@ -86,8 +87,9 @@ class EntryType(Protocol):
 class EncodedRecord(NamedTuple):
     """A record ready to send: ``record`` is msgpack, ``sequence`` its blocks.
 
-    ``seal`` has 48 bytes: a digest of the content, by which a repeated put is known, and a check of the
-    stored bytes, which is quicker to compute again.
+    ``parts`` are names and contents of what is too long to be in the record. ``seal`` has 48 bytes: a
+    digest of the content, by which a repeated put is known, and a check of the stored bytes, which is quicker
+    to compute again.
     """
 
     rollout_id: str
@@ -95,6 +97,7 @@ class EncodedRecord(NamedTuple):
     seal: bytes
     record: bytes
     sequence: TokenSequence
+    parts: list[tuple[bytes, bytes]]
 
 
 class ParsedRecord(NamedTuple):
@@ -110,7 +113,7 @@ class ParsedRecord(NamedTuple):
     experts: list[Any] | None
 
 
-class _Parts(NamedTuple):
+class _Content(NamedTuple):
     """What a record consists of, and what its digest covers. ``fields`` are the small ones that it stores."""
 
     fields: dict[str, Any]
@@ -135,7 +138,7 @@ class _Parts(NamedTuple):
         return record
 
     @classmethod
-    def unpacked(cls, record: bytes) -> _Parts:
+    def unpacked(cls, record: bytes) -> _Content:
         # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
         fields = msgpack.unpackb(record, strict_map_key=True)
         if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or type(fields["p"]) is not int:
@@ -146,8 +149,10 @@ class _Parts(NamedTuple):
     def digest(self, rollout_id: str, model_call_id: str) -> bytes:
         """BLAKE2b over a head with all lengths, sorted JSON of the small fields, then each packed array."""
         *experts_head, experts_body = [b""] if self.experts is None else self.experts
-        if not isinstance(experts_body, bytes):
+        if experts_head and experts_head[0] == PLAIN:
             experts_body = _canonical_json(experts_body)
+        elif isinstance(experts_body, list):
+            experts_body = b"".join(experts_body)
         parts = [_canonical_json(self.fields), self.end, self.tail.raw, self.log_probs.raw, experts_body]
         head = [
             rollout_id,
@@ -234,36 +239,31 @@ def encode_taken(
     subject = {name: small_fields.get(name) for name in ("rollout_id", "model_call_id")}
     try:
         _check_rereading(small_fields)
-        prompt = id_array("prompt_token_ids", entry.prompt_token_ids)
-        generation = id_array("generation_token_ids", entry.generation_token_ids)
+        ids, prompt_length = joined_ids(entry.prompt_token_ids, entry.generation_token_ids)
         log_probs = pack_log_probs(entry.generation_log_probs)
-        _check_lengths(len(generation), log_probs)
-        sequence = cut(np.concatenate([prompt, generation]), earlier)
-        parts = _Parts(
-            _without_omitted(small_fields),
-            sequence.end,
-            sequence.tail,
-            len(prompt),
-            log_probs,
-            pack_experts(entry.routed_experts),
+        _check_lengths(len(ids) - prompt_length, log_probs)
+        sequence = cut(ids, earlier)
+        experts, parts = _taken_apart(pack_experts(entry.routed_experts))
+        content = _Content(
+            _without_omitted(small_fields), sequence.end, sequence.tail, prompt_length, log_probs, experts
         )
         rollout_id, model_call_id = (small_fields[name] for name in _SUBJECT_FIELDS)
-        record = parts.packed()
-        seal = _sealed(parts.digest(rollout_id, model_call_id), record)
+        record = content.packed()
+        seal = _sealed(content.digest(rollout_id, model_call_id), record)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({_name(subject)})", **subject) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRecordError(
             f"the record cannot be encoded: {_reason(error)} ({_name(subject)})", **subject
         ) from None
-    nbytes = len(record) + sequence.ids.nbytes
+    nbytes = len(record) + sequence.ids.nbytes + sum(len(part) for _, part in parts)
     if nbytes > max_record_bytes:
         raise RecordTooLargeError(
             f"the record has {nbytes} bytes, the limit max_record_bytes is {max_record_bytes} "
             f"({_name(subject)})",
             **subject,
         )
-    return EncodedRecord(rollout_id, model_call_id, seal, record, sequence)
+    return EncodedRecord(rollout_id, model_call_id, seal, record, sequence, parts)
 
 
 def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) -> ParsedRecord:
@@ -277,44 +277,46 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
     if _sealed(seal[:DIGEST_BYTES], record) != seal:
         raise CorruptRecordError(f"the stored record does not match its digest ({_name(about)})", **about)
     try:
-        parts = _Parts.unpacked(record)
-        check_integers(parts.tail)
-        log_probs = unpack_log_probs(parts.log_probs)
-        small_fields = _OMITTED_VALUES | parts.fields | about
+        content = _Content.unpacked(record)
+        check_integers(content.tail)
+        log_probs = unpack_log_probs(content.log_probs)
+        small_fields = _OMITTED_VALUES | content.fields | about
     except _UNREADABLE:
         raise CorruptRecordError(f"the stored record is damaged ({_name(about)})", **about) from None
     return ParsedRecord(
         rollout_id,
         model_call_id,
         small_fields,
-        parts.end,
-        parts.tail,
-        parts.prompt_length,
+        content.end,
+        content.tail,
+        content.prompt_length,
         log_probs,
-        parts.experts,
+        content.experts,
     )
 
 
-def build(parsed: ParsedRecord, tree: BlockTree, entry_type: EntryType, *, arrays: bool = False) -> Any:
-    """Make the entry of a parsed record, once all blocks are in ``tree``.
+def build(
+    parsed: ParsedRecord, tree: BlockTree, parts: PartStore, entry_type: EntryType, *, arrays: bool = False
+) -> Any:
+    """Make the entry of a parsed record, once all blocks are in ``tree`` and all parts in ``parts``.
 
     With ``arrays`` the token fields are numpy arrays: ids int32, or int64 where needed, as views of one
     buffer; log probabilities float32 where exact, else float64; nested experts as an array.
 
     Raises:
-        CorruptRecordError: a block that the record needs is missing.
+        CorruptRecordError: a block or part that the record needs is missing.
         UnsupportedFormatError: the record follows a newer schema than ``entry_type`` reads.
 
     """
     about = {"rollout_id": parsed.rollout_id, "model_call_id": parsed.model_call_id}
     try:
         prompt, generation = tree.split(parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays)
-        experts = unpack_experts(parsed.experts, arrays=arrays)
+        experts = unpack_experts(_put_together(parsed.experts, parts), arrays=arrays)
         if len(generation) != len(parsed.log_probs):
             raise ValueError("arrays of different lengths")
     except _UNREADABLE:
         raise CorruptRecordError(
-            f"token blocks of the record are missing or do not fit it ({_name(about)})", **about
+            f"token blocks or parts of the record are missing or do not fit it ({_name(about)})", **about
         ) from None
     entry = _validated(entry_type, parsed, about)
     # The digest vouches for the arrays; validating every element again would cost more than reading.
@@ -325,6 +327,21 @@ def build(parsed: ParsedRecord, tree: BlockTree, entry_type: EntryType, *, array
         routed_experts=experts,
     )
     return entry
+
+
+def _taken_apart(experts: list[Any] | None) -> tuple[list[Any] | None, list[tuple[bytes, bytes]]]:
+    """The experts with names of parts in place of a body that is longer than one, and these parts."""
+    if experts is None or not isinstance(experts[-1], bytes) or len(experts[-1]) <= PART_BYTES:
+        return experts, []
+    parts = cut_parts(experts[-1])
+    return [*experts[:-1], [name for name, _ in parts]], parts
+
+
+def _put_together(experts: list[Any] | None, parts: PartStore) -> list[Any] | None:
+    """The experts with their body, however they were stored."""
+    if experts is None or experts[0] == PLAIN or not isinstance(experts[-1], list):
+        return experts
+    return [*experts[:-1], parts.joined(experts[-1])]
 
 
 def _sealed(digest: bytes, record: bytes) -> bytes:
@@ -425,7 +442,7 @@ def _without_omitted(small_fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_lengths(generated: int, log_probs: Packed) -> None:
-    scored = len(unpack_log_probs(log_probs))
+    scored = log_probs.length
     if generated != scored:
         raise InvalidRecordError(
             f"the record is invalid: {generated} generation_token_ids but {scored} generation_log_probs"

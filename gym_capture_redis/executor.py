@@ -21,6 +21,8 @@ from gym_capture_redis.settings import ConnectionSettings
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 1.0
 _THREADS = 2
+_LARGE_LANES = 2
+"""One sends while the server works on what the other has sent."""
 
 _INHERITED: list[dict[asyncio.AbstractEventLoop, Executor]] = []
 
@@ -43,8 +45,8 @@ class Subject:
 class Executor:
     """Runs steps and other work within deadlines. Belongs to one event loop; opens nothing until used.
 
-    Urgent steps (marks and refusals) have a connection of their own, so that they wait for no put, and so
-    have large ones, so that no small step waits for them.
+    Urgent steps (marks and refusals) have a connection of their own, so that they wait for no put. Large ones
+    have their own too, so that no small step waits for them.
     """
 
     def __init__(self, settings: ConnectionSettings) -> None:
@@ -52,7 +54,7 @@ class Executor:
         self._server = str(settings.url)
         self._embedded = EmbeddedLease(settings)
         self._lanes = Lanes(settings, self._embedded, count=settings.connections, name="lane")
-        self._large_lane = Lanes(settings, self._embedded, count=1, name="large lane")
+        self._large_lanes = Lanes(settings, self._embedded, count=_LARGE_LANES, name="large lane")
         self._urgent_lane = Lanes(settings, self._embedded, count=1, name="urgent lane")
         self._budget = ByteBudget(settings.max_inflight_bytes)
         self._threads: ThreadPoolExecutor | None = None
@@ -73,7 +75,7 @@ class Executor:
         if urgent:
             lanes = self._urgent_lane
         elif call.nbytes > MAX_JOINED_BYTES:
-            lanes = self._large_lane
+            lanes = self._large_lanes
         by_source, longest_pause_s, last = False, _FIRST_PAUSE_S / 2, None
         while True:
             try:
@@ -130,7 +132,7 @@ class Executor:
 
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
-        await asyncio.gather(self._lanes.close(), self._large_lane.close(), self._urgent_lane.close())
+        await asyncio.gather(self._lanes.close(), self._large_lanes.close(), self._urgent_lane.close())
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None

@@ -5,8 +5,6 @@ The forms, and what they are for, are in docs/wire-format.md. No I/O here.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from itertools import chain
 from typing import Any
@@ -16,6 +14,10 @@ from pydantic_core import to_jsonable_python
 
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.packing import MAX_ID, Array, Packed, pack_integers, unpack_integers
+from gym_capture_redis.route_text import decode_base64, encode_base64
+
+PLAIN = "json"
+"""The form of what is stored as plain JSON values."""
 
 _ROWS_AT_ONCE = 256
 _ROUTE_STRING = re.compile(r"nrlre1:[a-z0-9]+:[0-9x]+:")
@@ -32,16 +34,16 @@ def pack_experts(experts: Any) -> list[Any] | None:
     if experts is None:
         return None
     if isinstance(experts, str):
-        return _pack_route_string(experts) or ["json", experts]
+        return _pack_route_string(experts) or [PLAIN, experts]
     array = experts if isinstance(experts, np.ndarray) else _nested_integers(experts)
     if array is not None and array.dtype.kind in "iu" and array.size:
         packed = pack_integers(array)
         return ["nested", packed.type, list(array.shape), packed.raw]
     if not isinstance(experts, np.ndarray):
-        return ["json", to_jsonable_python(experts)]
+        return [PLAIN, to_jsonable_python(experts)]
     if experts.dtype.kind not in "iufb":
         raise InvalidRecordError("the record is invalid: routed_experts is an array of no numbers")
-    return ["json", experts.tolist()]
+    return [PLAIN, experts.tolist()]
 
 
 def expert_bytes(experts: Any) -> int:
@@ -97,14 +99,8 @@ def _holds_booleans(rows: Any, depth: int) -> bool:
 
 def _pack_route_string(experts: str) -> list[Any] | None:
     head = _ROUTE_STRING.match(experts)
-    if head is None:
-        return None
-    try:
-        raw = base64.b64decode(experts[head.end() :], validate=True)
-    except (binascii.Error, ValueError):
-        return None
-    same = base64.b64encode(raw).decode("ascii") == experts[head.end() :]
-    return ["route", head.group(), raw] if same else None
+    raw = decode_base64(experts[head.end() :]) if head is not None else None
+    return ["route", head.group(), raw] if head is not None and raw is not None else None
 
 
 def unpack_experts(form: Any, *, arrays: bool) -> Any:
@@ -120,7 +116,7 @@ def unpack_experts(form: Any, *, arrays: bool) -> Any:
         case ["json", value] if not isinstance(value, bytes):
             return value
         case ["route", head, raw]:
-            return head + base64.b64encode(raw).decode("ascii")
+            return head + encode_base64(raw)
         case ["nested", name, shape, raw]:
             array = unpack_integers(Packed(name, raw)).reshape(shape)
             # Row by row: one call would hold the interpreter for a large array's whole time.

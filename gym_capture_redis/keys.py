@@ -7,10 +7,11 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 ``s``          state: one line of words
 ``o:<seq>``    what step number ``seq`` wrote: ``<n>:``, the names of the n blocks it brought, and one of
                ``n:<call>`` (an intent), ``r:<call>`` (a record), ``x:<call>`` (a refusal), ``f:<call>``
+               (a failure), ``p:`` (a part of a record)
 ``c:<call>``   the call's row: ``n`` (announced, neither recorded nor refused yet), ``r`` and the record's
                seal, or ``x``, the refusal code, NUL, a digest and the msgpack details
 ``r:<call>``   record
-``b:<name>``   token block, named by 16 bytes
+``b:<name>``   token block, or part of a record, named by 16 bytes
 ``f:<call>``   failure: ``<unix ms> <code>``
 =============  =====================================================================
 """
@@ -25,10 +26,11 @@ RECORD = b"r:"
 INTENT = b"n:"
 FAILURE = b"f:"
 REFUSAL = b"x:"
+PART = b"p:"
 """Kinds of steps, in their traces."""
 
 BLOCK = b"b:"
-"""Beginning of a token block's field."""
+"""Beginning of the field of a token block or a part."""
 
 ANNOUNCED = b"n"
 RECORDED = b"r"

@@ -42,13 +42,29 @@ class Packed(NamedTuple):
         return len(self.raw) // int(self.type[1])
 
 
-def id_array(name: str, ids: Any) -> Array:
-    """Token ids, from a list or an integer array, as uint32, or as uint64 if any needs it.
+def joined_ids(prompt: Any, generation: Any) -> tuple[Array, int]:
+    """Prompt and generation in one array, of uint32, or uint64 if any id needs it, and the prompt's length.
 
     Raises:
-        InvalidRecordError: anything but integers from 0 to 2**63 - 1; ``name`` says of which field.
+        InvalidRecordError: either is no list or array of integers from 0 to 2**63 - 1.
 
     """
+    if isinstance(prompt, list) and isinstance(generation, list):
+        try:  # nearly always, and without another copy
+            numbers = array("I", prompt)
+            numbers.extend(array("I", generation))
+        except (OverflowError, TypeError):
+            pass
+        else:
+            return _as_array(numbers), len(prompt)
+    parts = [
+        _id_array("prompt_token_ids", prompt),
+        _id_array("generation_token_ids", generation),
+    ]
+    return np.concatenate(parts), len(parts[0])
+
+
+def _id_array(name: str, ids: Any) -> Array:
     if isinstance(ids, np.ndarray):
         numbers = ids if ids.dtype.kind in "iu" and ids.ndim == 1 else None
     else:
@@ -73,11 +89,16 @@ def _from_list(ids: Any) -> Array | None:
         return None
     for code in ("I", "Q"):
         try:
-            numbers = array(code, ids)
+            return _as_array(array(code, ids))
         except (OverflowError, TypeError):
             continue
-        return np.frombuffer(numbers, f"=u{numbers.itemsize}").astype(f"<u{numbers.itemsize}", copy=False)
     return None
+
+
+def _as_array(numbers: array[int]) -> Array:
+    if not numbers:
+        return np.empty(0, f"<u{numbers.itemsize}")
+    return np.frombuffer(numbers, f"=u{numbers.itemsize}").astype(f"<u{numbers.itemsize}", copy=False)
 
 
 def pack_integers(numbers: Array) -> Packed:

@@ -87,23 +87,28 @@ class RolloutReader:
         deadline: float,
     ) -> bool:
         """Read all chunks into ``assembly``. False if the rollout was marked meanwhile."""
-        chunk, incarnation, version = frozen.chunk, frozen.reply.incarnation, frozen.reply.version
-        await self._decode(partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
+        chunk = frozen.chunk
         while chunk.next_seq <= assembly.last_seq:
             call = scripts.read(
                 key,
-                incarnation=incarnation,
-                version=version,
+                incarnation=frozen.reply.incarnation,
+                version=frozen.reply.version,
                 from_seq=chunk.next_seq,
                 max_bytes=self._chunk_bytes,
             )
-            reply = await self._executor.run(call, subject, deadline=deadline)
+            # The next chunk is on its way while this one is decoded.
+            reading = asyncio.create_task(self._executor.run(call, subject, deadline=deadline))
+            try:
+                await self._decode(partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
+                reply = await reading
+            finally:
+                reading.cancel()
             if reply.code == "CHANGED":
                 return False
             if reply.code != "OK":
                 raise_refusal(reply, subject)
             chunk = scripts.Chunk.parse(*reply.rest)
-            await self._decode(partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
+        await self._decode(partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
         return True
 
     async def _decode(self, work: Callable[[], T], nbytes: int, subject: Subject, deadline: float) -> T:

@@ -35,6 +35,7 @@ class Step(Enum):
 
     JOIN = ("join", "")
     BEGIN = ("begin", "")
+    STAGE = ("stage", "")
     PUT = ("put", "")
     MARK = ("mark", "allow-oom")
     REFUSE = ("refuse", "allow-oom")
@@ -254,10 +255,16 @@ def put(key: bytes, encoded: EncodedRecord, *, incarnation: str, first_block: in
             encoded.record,
             len(sequence.ids),
             sequence.parent(first_block),
+            b"".join(name for name, _ in encoded.parts),
             b"".join(sequence.names[first_block:]),
             *blocks,
         ),
     )
+
+
+def stage(key: bytes, name: bytes, part: bytes, *, incarnation: str) -> Call:
+    """``lua/stage.lua``."""
+    return Call(Step.STAGE, key, (incarnation, name, part))
 
 
 def mark(key: bytes, model_call_id: str, *, new_incarnation: str, incarnation: str) -> Call:

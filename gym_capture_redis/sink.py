@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from functools import partial
 from typing import Any
@@ -193,14 +194,43 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         deadline: float,
     ) -> scripts.Reply:
         """Send the record with the blocks that are not known to be stored; with all, if that was wrong."""
-        first_block = self._blocks.first_unknown(encoded.rollout_id, incarnation, encoded.sequence)
-        call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
-        reply = await executor.run(call, subject, deadline=deadline)
-        if reply.code == "MISSING":
-            self._blocks.forget(encoded.rollout_id)
-            call = scripts.put(key, encoded, incarnation=incarnation, first_block=0)
+        rollout_id, sequence = encoded.rollout_id, encoded.sequence
+        while True:
+            first_block = self._blocks.first_unknown(rollout_id, incarnation, sequence)
+            unknown_parts = self._blocks.unknown(rollout_id, incarnation, encoded.parts)
+            if unknown_parts:
+                await self._stage(executor, key, unknown_parts, incarnation, subject, deadline)
+            call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
             reply = await executor.run(call, subject, deadline=deadline)
-        return reply
+            if reply.code != "MISSING":
+                return reply
+            self._blocks.forget(rollout_id)
+
+    async def _stage(
+        self,
+        executor: Executor,
+        key: bytes,
+        parts: list[tuple[bytes, bytes]],
+        incarnation: str,
+        subject: Subject,
+        deadline: float,
+    ) -> None:
+        """Send parts of a record ahead of it."""
+        replies = await asyncio.gather(
+            *(
+                executor.run(
+                    scripts.stage(key, name, part, incarnation=incarnation), subject, deadline=deadline
+                )
+                for name, part in parts
+            ),
+            return_exceptions=True,
+        )
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+            if reply.code not in ("OK", "SAME"):
+                raise_refusal(reply, subject)
+        self._blocks.learn(subject.rollout_id, incarnation, [name for name, _ in parts])
 
     def _address(
         self, rollout_id: str, model_call_id: str, *, allow_empty: bool = False

@@ -12,7 +12,8 @@ from typing import Any
 from gym_capture_redis import codec
 from gym_capture_redis.blocks import NAME_BYTES, BlockTree
 from gym_capture_redis.errors import CorruptRecordError
-from gym_capture_redis.keys import ANNOUNCED, FAILURE, INTENT, RECORD, RECORDED, REFUSAL, REFUSED
+from gym_capture_redis.keys import ANNOUNCED, FAILURE, INTENT, PART, RECORD, RECORDED, REFUSAL, REFUSED
+from gym_capture_redis.parts import PartStore
 from gym_capture_redis.protocols import IncompleteCode, IncompleteReason, Refusal, TokenCaptureSnapshot
 from gym_capture_redis.scripts import Chunk, Frozen, Row
 
@@ -33,6 +34,7 @@ class SnapshotAssembly:
         self._entry_type = entry_type
         self._arrays = arrays
         self._tree = BlockTree()
+        self._parts = PartStore()
         self._parsed: dict[str, codec.ParsedRecord] = {}
         self._entries: dict[str, Any] = {}
         self._refusals: list[Refusal] = []
@@ -85,6 +87,8 @@ class SnapshotAssembly:
 
     def _add_row(self, row: Row) -> None:
         self._add_blocks(row)
+        if row.field == PART:
+            return
         kind, call = _split(row.field)
         if kind is None or call is None:
             self._incomplete(IncompleteCode.TAMPERED, "", "the trace of a step is missing or unreadable")
@@ -122,17 +126,20 @@ class SnapshotAssembly:
             self._tree.add_tail(parsed.end, parsed.tail)
 
     def _add_blocks(self, row: Row) -> None:
+        add = self._parts.add if row.field == PART else self._tree.add_block
         for number, value in enumerate(row.blocks):
             name = row.block_names[number * NAME_BYTES : (number + 1) * NAME_BYTES]
             try:
-                self._tree.add_block(name, value or b"")
+                add(name, value or b"")
             except ValueError:
                 self._unusable_blocks += 1  # one that is gone takes all after it along
 
     def _build_entries(self) -> None:
         for call, parsed in self._parsed.items():
             try:
-                self._entries[call] = codec.build(parsed, self._tree, self._entry_type, arrays=self._arrays)
+                self._entries[call] = codec.build(
+                    parsed, self._tree, self._parts, self._entry_type, arrays=self._arrays
+                )
             except CorruptRecordError as error:
                 self._corrupt(call, error)
 
@@ -167,9 +174,10 @@ class SnapshotAssembly:
             REFUSAL: facts.refusals,
         }
         if self._unusable_blocks:
-            self._tampered(f"{self._unusable_blocks} token blocks are missing, damaged or cut off")
-        if len(self._tree) != facts.blocks:
-            self._tampered(f"{len(self._tree)} token blocks were found instead of {facts.blocks}")
+            self._tampered(f"{self._unusable_blocks} token blocks or parts are missing, damaged or cut off")
+        blocks = len(self._tree) + len(self._parts)
+        if blocks != facts.blocks:
+            self._tampered(f"{blocks} token blocks and parts were found instead of {facts.blocks}")
         ids = sum(parsed.prompt_length + len(parsed.log_probs) for parsed in self._parsed.values())
         if ids != facts.ids and not self._corrupt_calls:
             self._tampered(f"the records have {ids} token ids instead of {facts.ids}")

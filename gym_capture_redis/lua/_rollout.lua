@@ -132,7 +132,7 @@ end
 
 -- Appends what the steps from number `from` on wrote to `rows`, up to about max_bytes and 1,000 steps:
 -- {what the step wrote (kind and call), its value, the call's row (for a record), names of the blocks it
--- brought, the blocks}. Returns the number to go on from.
+-- brought, the blocks}; of a stage, kind and value are 'p:' and nothing. Returns the number to go on from.
 local function collect_rows(state, from, max_bytes, rows)
   local traces = {}
   for seq = from, math.min(tonumber(state.seq), from + 999) do traces[#traces + 1] = 'o:' .. seq end
