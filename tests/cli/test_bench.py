@@ -32,6 +32,7 @@ PLOTS = [
     "bytes-against-turns.svg",
     "latency-of-a-put.svg",
     "throughput-against-workers.svg",
+    "where-the-time-goes.svg",
 ]
 
 
@@ -137,6 +138,18 @@ def test_growth_has_a_size_for_every_turn(whole: WholeRun) -> None:
 
     assert len(sizes) == 40
     assert sizes == sorted(sizes)
+
+
+def test_the_parts_of_put_and_freeze_add_up(whole: WholeRun) -> None:
+    data = whole.document["sections"]["profile"]["data"]
+
+    assert list(data) == ["put", "freeze to entries", "freeze to entries, all kept", "freeze to arrays"]
+    for way in data.values():
+        for spent in (way, *way["rounds"]):
+            assert min(spent["parts_us"].values()) >= 0
+            assert sum(spent["parts_us"].values()) == pytest.approx(spent["whole_us"], rel=1e-4)
+            assert sum(spent["shares"].values()) == pytest.approx(1, rel=1e-4)
+            assert spent["server_us"] >= spent["overlap_us"] >= 0
 
 
 def test_the_plain_hset_of_the_server_cost_has_as_many_fields_as_a_put(whole: WholeRun) -> None:

@@ -20,11 +20,12 @@ from gym_capture_redis.cli.bench import plots, server_benchmark
 from gym_capture_redis.cli.bench.context import Bench, Options
 from gym_capture_redis.cli.bench.drive import IN_FLIGHT, LostCallError, read_all, timed
 from gym_capture_redis.cli.bench.goals import Figure, NotMeasured
-from gym_capture_redis.cli.bench.measures import client_memory
+from gym_capture_redis.cli.bench.measures import client_memory, time_spent
 from gym_capture_redis.cli.bench.peers.bare_redis import BareRedis, measure_stored_sizes
 from gym_capture_redis.cli.bench.peers.ours import IncompleteError, OurTransport
 from gym_capture_redis.cli.bench.servers import Server, Servers
 from gym_capture_redis.cli.bench.shape import Shape
+from gym_capture_redis.cli.bench.stopwatch import Stopwatch, Watched
 from gym_capture_redis.cli.bench.stored_fields import STATE_FIELD, learn_stored_fields
 from gym_capture_redis.cli.bench.worker_crew import CrewError, crew_of
 from gym_capture_redis.cli.bench.worker_process import Assignment
@@ -91,6 +92,25 @@ async def test_what_puts_store_is_dealt_out_to_them_once_and_the_state_to_each(s
         # Traces of the announcements stay; rows of the calls are there before and change.
         assert set(stored.announced[number]) & set(names) == {b"c:call-1", b"c:call-2", b"c:call-3"}
     assert list(server.client.scan_iter(f"*{MARK}*")) == []
+
+
+@pytest.mark.parametrize("watched", [time_spent.IN_A_PUT, time_spent.IN_A_FREEZE], ids=["put", "freeze"])
+async def test_every_function_with_a_stopwatch_in_it_is_used(
+    server: Server, watched: tuple[Watched, ...]
+) -> None:
+    rollouts = Workload(SHAPE).rollouts
+    ours = OurTransport(server, MARK)
+    stopwatch = Stopwatch()
+    by_name = [Watched(one.owner, one.name, f"{one.owner} {one.name}") for one in watched]
+    await ours.prepare(rollouts)
+    with stopwatch.watching(by_name, "collector"):
+        for rollout in rollouts:
+            for entry in rollout:
+                await ours.put(entry)
+            await ours.read(rollout)
+    await ours.clear()
+
+    assert {one.part for one in by_name} <= set(stopwatch.spent())
 
 
 async def test_no_more_rollouts_than_that_are_in_flight() -> None:
