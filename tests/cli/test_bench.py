@@ -28,7 +28,12 @@ TINY = (
     *("--quick", "--rounds", "1", "--rollouts", "2", "--workers", "1,2"),
     *("--calls", "3", "--first-prompt", "300", "--growth", "50", "--generated", "20"),
 )
-PLOTS = ["bytes-against-turns.svg", "latency-of-a-put.svg", "throughput-against-workers.svg"]
+PLOTS = [
+    "bytes-against-turns.svg",
+    "latency-of-a-put.svg",
+    "throughput-against-workers.svg",
+    "where-the-time-goes.svg",
+]
 
 
 def command(*arguments: str) -> list[str]:
@@ -133,6 +138,29 @@ def test_growth_has_a_size_for_every_turn(whole: WholeRun) -> None:
 
     assert len(sizes) == 40
     assert sizes == sorted(sizes)
+
+
+def test_the_parts_of_put_and_freeze_add_up(whole: WholeRun) -> None:
+    data = whole.document["sections"]["profile"]["data"]
+
+    assert list(data) == ["put", "freeze to entries", "freeze to entries, all kept", "freeze to arrays"]
+    for way in data.values():
+        for spent in (way, *way["rounds"]):
+            assert min(spent["parts_us"].values()) >= 0
+            assert sum(spent["parts_us"].values()) == pytest.approx(spent["whole_us"], rel=1e-4)
+            assert sum(spent["shares"].values()) == pytest.approx(1, rel=1e-4)
+            assert spent["server_us"] >= spent["overlap_us"] >= 0
+
+
+def test_the_plain_hset_of_the_server_cost_has_as_many_fields_as_a_put(whole: WholeRun) -> None:
+    cost = whole.document["sections"]["cost"]
+
+    # State, trace, row and record with every put, and one block of 256 ids for the 460 of a rollout.
+    assert cost["data"]["fields"] == pytest.approx(4 + 1 / 3)
+    for name in ("ours_cpu_us", "fields_cpu_us", "one_value_cpu_us"):
+        assert len(cost["data"][name]) == 1
+    assert "a plain HSET, one value of their size" in whole.done.stdout
+    assert "packs the ids of the same calls" in cost["notes"][0]
 
 
 @pytest.mark.skipif(not _has_matplotlib(), reason="needs the extra 'plot'")

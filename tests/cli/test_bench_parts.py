@@ -20,11 +20,13 @@ from gym_capture_redis.cli.bench import plots, server_benchmark
 from gym_capture_redis.cli.bench.context import Bench, Options
 from gym_capture_redis.cli.bench.drive import IN_FLIGHT, LostCallError, read_all, timed
 from gym_capture_redis.cli.bench.goals import Figure, NotMeasured
-from gym_capture_redis.cli.bench.measures import client_memory
+from gym_capture_redis.cli.bench.measures import client_memory, time_spent
 from gym_capture_redis.cli.bench.peers.bare_redis import BareRedis, measure_stored_sizes
 from gym_capture_redis.cli.bench.peers.ours import IncompleteError, OurTransport
 from gym_capture_redis.cli.bench.servers import Server, Servers
 from gym_capture_redis.cli.bench.shape import Shape
+from gym_capture_redis.cli.bench.stopwatch import Stopwatch, Watched
+from gym_capture_redis.cli.bench.stored_fields import STATE_FIELD, learn_stored_fields
 from gym_capture_redis.cli.bench.worker_crew import CrewError, crew_of
 from gym_capture_redis.cli.bench.worker_process import Assignment
 from gym_capture_redis.cli.bench.workload import Workload
@@ -72,6 +74,43 @@ async def test_stored_sizes_add_up_to_what_a_snapshot_tells(server: Server) -> N
 
     assert len(sizes) == 6
     assert abs(sum(sizes.values()) - sum(ours.stored_bytes.values())) < len(sizes)
+
+
+async def test_what_puts_store_is_dealt_out_to_them_once_and_the_state_to_each(server: Server) -> None:
+    rollouts = Workload(SHAPE).rollouts
+    stored = await learn_stored_fields(OurTransport(server, MARK), server, rollouts)
+
+    assert [(call.rollout, call.entry.model_call_id) for call in stored.calls] == [
+        (rollout, f"call-{turn}") for turn in (1, 2, 3) for rollout in (0, 1)
+    ]
+    for number in (0, 1):
+        calls = [call.fields for call in stored.calls if call.rollout == number]
+        names = [name for fields in calls for name in fields if name != STATE_FIELD]
+        assert all(STATE_FIELD in fields for fields in calls)
+        assert len(set(names)) == len(names) == 3 * 3 + 2  # trace, row, record; blocks of 256 of the 760 ids
+        assert {b"r:call-1", b"r:call-2", b"r:call-3"} <= set(names)
+        # Traces of the announcements stay; rows of the calls are there before and change.
+        assert set(stored.announced[number]) & set(names) == {b"c:call-1", b"c:call-2", b"c:call-3"}
+    assert list(server.client.scan_iter(f"*{MARK}*")) == []
+
+
+@pytest.mark.parametrize("watched", [time_spent.IN_A_PUT, time_spent.IN_A_FREEZE], ids=["put", "freeze"])
+async def test_every_function_with_a_stopwatch_in_it_is_used(
+    server: Server, watched: tuple[Watched, ...]
+) -> None:
+    rollouts = Workload(SHAPE).rollouts
+    ours = OurTransport(server, MARK)
+    stopwatch = Stopwatch()
+    by_name = [Watched(one.owner, one.name, f"{one.owner} {one.name}") for one in watched]
+    await ours.prepare(rollouts)
+    with stopwatch.watching(by_name, "collector"):
+        for rollout in rollouts:
+            for entry in rollout:
+                await ours.put(entry)
+            await ours.read(rollout)
+    await ours.clear()
+
+    assert {one.part for one in by_name} <= set(stopwatch.spent())
 
 
 async def test_no_more_rollouts_than_that_are_in_flight() -> None:

@@ -98,8 +98,8 @@ def bench(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw into this directory: calls/s against workers, latencies, bytes against turns. Needs "
-            "the extra 'plot'.",
+            help="Draw into this directory: calls/s against workers, latencies, bytes against turns, where "
+            "the time goes. Needs the extra 'plot'.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from gym_capture_redis.cli.bench.peers.peer import Peer
 from gym_capture_redis.cli.bench.workload import Rollout
@@ -18,18 +19,24 @@ class LostCallError(Exception):
     """A contender did not give back what it took: its speed is of no interest."""
 
 
-async def put_all(peer: Peer, rollouts: Sequence[Rollout]) -> float:
-    """Put all calls; the seconds it took."""
+async def put_all(
+    peer: Peer, rollouts: Sequence[Rollout], *, observed_by: AbstractContextManager[None] | None = None
+) -> float:
+    """Put all calls; the seconds it took. ``observed_by`` is entered around exactly that."""
 
     async def one(rollout: Rollout) -> None:
         for entry in rollout:
             await peer.put(entry)
 
-    return await timed(one, rollouts)
+    return await timed(one, rollouts, observed_by)
 
 
 async def read_all(
-    peer: Peer, rollouts: Sequence[Rollout], read: Callable[[Rollout], Awaitable[int]] | None = None
+    peer: Peer,
+    rollouts: Sequence[Rollout],
+    read: Callable[[Rollout], Awaitable[int]] | None = None,
+    *,
+    observed_by: AbstractContextManager[None] | None = None,
 ) -> float:
     """Read all rollouts, with ``peer.read`` or another way of reading; the seconds it took.
 
@@ -46,7 +53,7 @@ async def read_all(
                 f"{peer.name} gave back {found} of {len(rollout)} calls of {rollout[0].rollout_id}"
             )
 
-    return await timed(one, rollouts)
+    return await timed(one, rollouts, observed_by)
 
 
 def keep_from_collector() -> None:
@@ -58,7 +65,11 @@ def keep_from_collector() -> None:
     gc.freeze()
 
 
-async def timed(work: Callable[[Rollout], Awaitable[None]], rollouts: Iterable[Rollout]) -> float:
+async def timed(
+    work: Callable[[Rollout], Awaitable[None]],
+    rollouts: Iterable[Rollout],
+    observed_by: AbstractContextManager[None] | None = None,
+) -> float:
     """Do ``work`` for all rollouts, up to ``IN_FLIGHT`` at the same time; the seconds it took."""
     gate = asyncio.Semaphore(IN_FLIGHT)
 
@@ -67,6 +78,7 @@ async def timed(work: Callable[[Rollout], Awaitable[None]], rollouts: Iterable[R
             await work(rollout)
 
     gc.collect()  # nobody pays for the garbage of the one before
-    begin = time.perf_counter()
-    await asyncio.gather(*map(gated, rollouts))
-    return time.perf_counter() - begin
+    with observed_by or nullcontext():
+        begin = time.perf_counter()
+        await asyncio.gather(*map(gated, rollouts))
+        return time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""Three pictures: throughput against workers, the distribution of latencies, bytes against turns."""
+"""Pictures: throughput against workers, latencies, bytes against turns, where the time goes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gym_capture_redis.cli.bench.measures import growth, latency, workers
+from gym_capture_redis.cli.bench.measures import growth, latency, time_spent, workers
 from gym_capture_redis.cli.bench.section import Section
 from gym_capture_redis.errors import ConfigurationError
 
 INSTALL_HINT = "pip install 'gym-capture-redis[plot]'"
 SIZE_INCHES = (7.5, 4.5)
 KIB = 1024
+BAR, NARROW_BAR = 0.6, 0.12
+PART_COLORS = {time_spent.COLLECTOR: "black", time_spent.REST: "tan", time_spent.WAITING: "whitesmoke"}
+"""The others take matplotlib's colors in turn."""
 TICKS_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
 
@@ -80,6 +83,27 @@ def _bytes(axes: Any, data: dict[str, Any]) -> None:
     _label(axes, f"Bytes kept for one rollout\n{data['shape']}", "turns", "KiB")
 
 
+def _time_spent(axes: Any, data: dict[str, Any]) -> None:
+    """Draw a bar of parts for each way, and a narrow one of the server below it."""
+    names = list(data)
+    places = range(len(names))
+    ends = [0.0] * len(names)
+    parts = dict.fromkeys((*time_spent.PARTS_OF_PUT, *time_spent.PARTS_OF_FREEZE))
+    for part in sorted(parts, key=PART_COLORS.__contains__):  # those of both at the end
+        widths = [data[name]["parts_us"].get(part, 0.0) for name in names]
+        axes.barh(places, widths, BAR, left=ends, label=part, color=PART_COLORS.get(part))
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    below = [place + (BAR + NARROW_BAR) / 2 for place in places]
+    server = [data[name]["server_us"] for name in names]
+    axes.barh(
+        below, server, NARROW_BAR, label=time_spent.SERVER, color="white", edgecolor="black", hatch="////"
+    )
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    _label(axes, "Where the time of a call goes", "microseconds", "")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+
+
 def _label(axes: Any, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel(x_label)
@@ -92,4 +116,5 @@ _PICTURES: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {
     workers.NAME: ("throughput-against-workers.svg", _throughput),
     latency.NAME: ("latency-of-a-put.svg", _latencies),
     growth.NAME: ("bytes-against-turns.svg", _bytes),
+    time_spent.NAME: ("where-the-time-goes.svg", _time_spent),
 }

@@ -29,6 +29,7 @@ from gym_capture_redis.cli.bench.measures import (
     latency,
     server_cost,
     throughput,
+    time_spent,
     workers,
 )
 from gym_capture_redis.cli.bench.report import print_facts, print_goals, print_section
@@ -38,7 +39,17 @@ from gym_capture_redis.cli.bench.workload import Workload
 
 SECTIONS: dict[str, Callable[[Bench], Awaitable[Section]]] = {
     module.NAME: module.measure
-    for module in (throughput, latency, workers, server_cost, experts, client_memory, event_loop, growth)
+    for module in (
+        throughput,
+        time_spent,
+        latency,
+        workers,
+        server_cost,
+        experts,
+        client_memory,
+        event_loop,
+        growth,
+    )
 }
 
 STDOUT = Path("-")

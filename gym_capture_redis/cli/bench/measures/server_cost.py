@@ -1,100 +1,84 @@
 """What a put costs the server: processor time, bytes of the append-only file, memory.
 
-Read from INFO before and after, so it is only right on a server that nobody else uses meanwhile.
+Its processor time is held against plain HSETs of the same fields. A core slows down when its neighbour is
+busy, so whoever sends them packs the same ids between its pipelines, as whoever puts has to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from gym_capture_redis.cli.bench import floors
 from gym_capture_redis.cli.bench.context import Bench
 from gym_capture_redis.cli.bench.drive import put_all, read_all
 from gym_capture_redis.cli.bench.goals import Figure, NotMeasured
 from gym_capture_redis.cli.bench.peers.ours import OurTransport
-from gym_capture_redis.cli.bench.rounds import ratio
+from gym_capture_redis.cli.bench.rounds import ratio, rotated
 from gym_capture_redis.cli.bench.section import Grid, Section
-from gym_capture_redis.cli.bench.servers import Server
+from gym_capture_redis.cli.bench.server_reading import Reading
+from gym_capture_redis.cli.bench.stored_fields import Fields, Stored, StoredCall, learn_stored_fields
 
 NAME = "cost"
-FLUSHING_S = 5.0
-"""How long the server may take to write its append-only buffer to the file."""
 MICROSECONDS = 1e6
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What INFO tells at one moment."""
-
-    cpu_s: float
-    aof_bytes: int
-    aof_base_bytes: int
-    memory_bytes: int
-    pipelines: int
-
-    @classmethod
-    async def take(cls, server: Server) -> Reading:
-        """Ask once the server has written all of its append-only file."""
-        deadline = time.monotonic() + FLUSHING_S
-        info = server.info()
-        while info.get("aof_buffer_length") and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-            info = server.info()
-        return cls(
-            cpu_s=info["used_cpu_user_main_thread"] + info["used_cpu_sys_main_thread"],
-            aof_bytes=info.get("aof_current_size", 0),
-            aof_base_bytes=info.get("aof_base_size", 0),
-            memory_bytes=info["used_memory"],
-            pipelines=_calls(info, "echo") or _calls(info, "evalsha"),
-        )
-
-
-def _calls(info: dict[str, Any], command: str) -> int:
-    calls: int = info.get(f"cmdstat_{command}", {}).get("calls", 0)
-    return calls
+COMPARISON_NOTE = (
+    "A plain HSET stores the fields that puts were seen to add or change, as many in a call and with the "
+    "state that every put rewrites; it does so in a hash of each rollout that holds its announced calls, in "
+    "pipelines as long as those of the puts, over as many connections. The sender packs the ids of the same "
+    "calls between its pipelines, so that the server has as busy a neighbour."
+)
 
 
 @dataclass
 class Costs:
     """Per put, a value for each round."""
 
-    ours_cpu_us: list[float]
-    plain_cpu_us: list[float]
-    aof_bytes: list[float]
-    announcing_aof_bytes: list[float]
-    memory_bytes: list[float]
-    batch: list[float]
+    ours_cpu_us: list[float] = field(default_factory=list)
+    fields_cpu_us: list[float] = field(default_factory=list)
+    one_value_cpu_us: list[float] = field(default_factory=list)
+    aof_bytes: list[float] = field(default_factory=list)
+    announcing_aof_bytes: list[float] = field(default_factory=list)
+    memory_bytes: list[float] = field(default_factory=list)
+    batch: list[float] = field(default_factory=list)
     aof_was_rewritten: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """How many puts the newest round had in a pipeline."""
+        return max(1, round(self.batch[-1]))
 
 
 async def measure(bench: Bench) -> Section:
-    """Compare puts with plain HSETs of as many bytes, sent in pipelines of the same length."""
-    costs = Costs([], [], [], [], [], [])
-    sizes = list((await bench.stored_sizes()).values())
-    await _warm_up(bench)
+    """Compare puts with plain HSETs, taking turns in each round."""
+    costs = Costs()
+    # It also loads the scripts: a server keeps them, and they belong to no put.
+    stored = await learn_stored_fields(bench.ours(), bench.servers.main, bench.workload.rollouts)
+    payload = secrets.token_bytes(max(call.nbytes for call in stored.calls))
+
+    def one_value(call: StoredCall) -> Fields:
+        return {f"r:{call.entry.model_call_id}".encode(): payload[: call.nbytes]}
+
+    async def plain_fields() -> None:
+        costs.fields_cpu_us.append(await _plain(bench, stored, lambda call: call.fields, costs.batch_size))
+
+    async def plain_value() -> None:
+        costs.one_value_cpu_us.append(await _plain(bench, stored, one_value, costs.batch_size))
+
+    async def ours() -> None:
+        await _ours(bench, costs)
+
+    turns = [ours, plain_fields, plain_value]
     rounds = bench.options.rounds
-    with bench.progress(f"Server cost, {rounds} rounds", 2 * rounds) as advance:
-        for _ in range(rounds):
-            await _ours(bench, costs)
-            advance()
-            await _plain(bench, sizes, max(1, round(costs.batch[-1])), costs)
-            advance()
-    return _section(bench, costs)
-
-
-async def _warm_up(bench: Bench) -> None:
-    """Load the scripts: a server keeps them, and they belong to no put."""
-    ours = bench.ours()
-    try:
-        await ours.prepare(bench.workload.rollouts[:1])
-        await put_all(ours, bench.workload.rollouts[:1])
-    finally:
-        await ours.clear()
+    with bench.progress(f"Server cost, {rounds} rounds", len(turns) * rounds) as advance:
+        for number in range(rounds):
+            for turn in rotated(turns, number):
+                await turn()
+                advance()
+    return _section(bench, costs, stored)
 
 
 async def _ours(bench: Bench, costs: Costs) -> None:
@@ -119,54 +103,71 @@ async def _ours(bench: Bench, costs: Costs) -> None:
     costs.aof_was_rewritten |= put.aof_base_bytes != before.aof_base_bytes
 
 
-async def _plain(bench: Bench, sizes: Sequence[int], batch: int, costs: Costs) -> None:
-    """One HSET of one field for each call, over as many connections as a sink has."""
-    server, key = bench.servers.main, f"{bench.mark}-{secrets.token_hex(4)}"
-    connections = OurTransport.connections()
-    payload = memoryview(secrets.token_bytes(max(sizes)))
+async def _plain(
+    bench: Bench, stored: Stored, fields_of: Callable[[StoredCall], Fields], batch: int
+) -> float:
+    """Microseconds of the server for one HSET, over as many connections as a sink has."""
+    server, connections = bench.servers.main, OurTransport.connections()
+    prefix = f"{bench.mark}-{secrets.token_hex(4)}"
+    keys = [f"{prefix}:{number}" for number in range(len(stored.announced))]
     clients = [server.new_client() for _ in range(connections)]
     try:
         for client in clients:
             await client.ping()
+        for key, announced in zip(keys, stored.announced, strict=True):
+            await _hset(clients[0], key, announced)
         before = await Reading.take(server)
         await asyncio.gather(
             *(
-                _pipelines(client, key, number, sizes[number::connections], payload, batch)
+                _pipelines(client, keys, stored.calls[number::connections], fields_of, batch)
                 for number, client in enumerate(clients)
             )
         )
         after = await Reading.take(server)
-        await clients[0].unlink(key)
     finally:
+        await clients[0].unlink(*keys)
         await asyncio.gather(*(client.aclose() for client in clients))
-    costs.plain_cpu_us.append((after.cpu_s - before.cpu_s) / len(sizes) * MICROSECONDS)
+    return (after.cpu_s - before.cpu_s) / len(stored.calls) * MICROSECONDS
 
 
 async def _pipelines(
-    client: Any, key: str, number: int, sizes: Sequence[int], payload: memoryview, batch: int
+    client: Any,
+    keys: Sequence[str],
+    calls: Sequence[StoredCall],
+    fields_of: Callable[[StoredCall], Fields],
+    batch: int,
 ) -> None:
-    for start in range(0, len(sizes), batch):
+    for start in range(0, len(calls), batch):
         pipe = client.pipeline(transaction=False)
-        for offset, size in enumerate(sizes[start : start + batch], start):
-            pipe.hset(key, f"{number}-{offset}", payload[:size])
+        for call in calls[start : start + batch]:
+            floors.pack(call.entry)
+            _hset(pipe, keys[call.rollout], fields_of(call))
         await pipe.execute()
 
 
-def _section(bench: Bench, costs: Costs) -> Section:
+def _hset(client: Any, key: str, fields: Fields) -> Any:
+    return client.hset(key, items=[part for pair in fields.items() for part in pair])
+
+
+def _section(bench: Bench, costs: Costs, stored: Stored) -> Section:
     section = Section(NAME)
     information = bench.workload.new_information / bench.workload.calls
     section.figures = {
-        "server_cpu": ratio(costs.ours_cpu_us, costs.plain_cpu_us, unit="us"),
+        "server_cpu": ratio(costs.ours_cpu_us, costs.fields_cpu_us, unit="us"),
         "aof_bytes": _to_information(costs.aof_bytes, information),
         "memory_bytes": _to_information(costs.memory_bytes, information),
     }
     if costs.aof_was_rewritten:
         section.figures["aof_bytes"] = NotMeasured("the server rewrote its append-only file meanwhile")
-    section.data = vars(costs) | {"new_information_bytes": information}
+    fields = sum(len(call.fields) for call in stored.calls) / len(stored.calls)
+    section.data = vars(costs) | {"new_information_bytes": information, "fields": fields}
+    section.notes = [COMPARISON_NOTE]
     rows = [
         ("server CPU of a put", f"{median(costs.ours_cpu_us):,.0f} us"),
-        ("server CPU of a plain HSET", f"{median(costs.plain_cpu_us):,.0f} us"),
-        ("puts in a pipeline, both", f"{median(costs.batch):,.1f}"),
+        ("server CPU of a plain HSET, the same fields", f"{median(costs.fields_cpu_us):,.0f} us"),
+        ("server CPU of a plain HSET, one value of their size", f"{median(costs.one_value_cpu_us):,.0f} us"),
+        ("fields of a put", f"{fields:,.1f}"),
+        ("puts in a pipeline", f"{median(costs.batch):,.1f}"),
         ("new information", f"{information:,.0f} B"),
         ("append-only file, all", f"{median(costs.aof_bytes):,.0f} B"),
         ("append-only file, its announcement alone", f"{median(costs.announcing_aof_bytes):,.0f} B"),

@@ -70,13 +70,17 @@ class OurTransport:
 
     async def read(self, rollout: Rollout) -> int:
         """Freeze; raises IncompleteError where anything is missing."""
+        return len((await self.freeze(rollout)).entries)
+
+    async def freeze(self, rollout: Rollout) -> TokenCaptureSnapshot:
+        """Freeze, and give the snapshot."""
         snapshot = await self.source.freeze(rollout[0].rollout_id)
         self.stored_bytes[snapshot.rollout_id] = snapshot.stored_bytes
-        return _counted(snapshot)
+        return _complete(snapshot)
 
     async def read_arrays(self, rollout: Rollout) -> int:
         """Freeze into numpy arrays."""
-        return _counted(await self.source.freeze_arrays(rollout[0].rollout_id))
+        return len(_complete(await self.source.freeze_arrays(rollout[0].rollout_id)).entries)
 
     def key(self, rollout: Rollout) -> bytes:
         """The rollout's key in Redis."""
@@ -96,7 +100,7 @@ class OurTransport:
         """Nothing: a round closes what it opened."""
 
 
-def _counted(snapshot: TokenCaptureSnapshot) -> int:
+def _complete(snapshot: TokenCaptureSnapshot) -> TokenCaptureSnapshot:
     if snapshot.incomplete:
         raise IncompleteError(f"{snapshot.rollout_id} came back incomplete: {snapshot.reasons}")
-    return len(snapshot.entries)
+    return snapshot
