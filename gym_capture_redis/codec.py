@@ -74,6 +74,7 @@ _SUBJECT_FIELDS = ("rollout_id", "model_call_id")
 _ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _PACKED_FIELDS = {*_ARRAY_FIELDS, "routed_experts"}
 _EMPTY_ARRAYS: dict[str, Any] = {name: [] for name in _ARRAY_FIELDS}
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException)
 
 
@@ -476,7 +477,7 @@ def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str
 
 
 def _canonical_json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+    return _CANONICAL.encode(value).encode("ascii")
 
 
 def _name(subject: dict[str, Any]) -> str:

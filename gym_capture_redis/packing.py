@@ -110,14 +110,18 @@ def pack_integers(numbers: Array) -> Packed:
         name = _narrowest(_SIGNED, max(high.bit_length(), (-low - 1).bit_length()) + 1)
     else:
         name = _narrowest(_UNSIGNED, high.bit_length())
-    return Packed(name, _narrowed(numbers, name).tobytes())
+    return Packed(name, _narrowed(numbers, name))
 
 
 def pack_rows(rows: Array) -> list[Packed]:
     """Pack each row of a matrix of unsigned integers, which is not empty, as ``pack_integers`` does."""
     names = [_narrowest(_UNSIGNED, high.bit_length()) for high in rows.max(axis=1).tolist()]
     narrowed = {name: _narrowed(rows, name) for name in set(names)}
-    return [Packed(name, narrowed[name][number].tobytes()) for number, name in enumerate(names)]
+    packed = []
+    for number, name in enumerate(names):
+        row_bytes = int(name[1]) * rows.shape[1]
+        packed.append(Packed(name, narrowed[name][number * row_bytes : (number + 1) * row_bytes]))
+    return packed
 
 
 def _narrowest(types: tuple[str, ...], bits: int) -> str:
@@ -128,12 +132,12 @@ def _narrowest(types: tuple[str, ...], bits: int) -> str:
     raise InvalidRecordError("the record is invalid: an integer does not fit 64 bits")
 
 
-def _narrowed(numbers: Array, name: str) -> Array:
-    """The array in the type of this name; ``u3`` has one more axis, of three bytes."""
+def _narrowed(numbers: Array, name: str) -> bytes:
     if name != "u3":
-        return numbers.astype("<" + name)
-    wide = np.ascontiguousarray(numbers, "<u4")
-    return wide.view("u1").reshape(*wide.shape, 4)[..., :3]
+        return numbers.astype("<" + name).tobytes()
+    raw = bytearray(numbers.astype("<u4", copy=False).tobytes())
+    del raw[3::4]
+    return bytes(raw)
 
 
 def check_integers(packed: Packed) -> None:
