@@ -75,7 +75,7 @@ _ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_pro
 _PACKED_FIELDS = {*_ARRAY_FIELDS, "routed_experts"}
 _EMPTY_ARRAYS: dict[str, Any] = {name: [] for name in _ARRAY_FIELDS}
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
-_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException)
+_UNREADABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, msgpack.UnpackException)
 
 
 class EntryType(Protocol):
@@ -250,7 +250,8 @@ def encode_taken(
         )
         rollout_id, model_call_id = (small_fields[name] for name in _SUBJECT_FIELDS)
         record = content.packed()
-        seal = _sealed(content.digest(rollout_id, model_call_id), record)
+        digest = content.digest(rollout_id, model_call_id)
+        seal = _sealed(rollout_id, model_call_id, digest, record)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({_name(subject)})", **subject) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -275,13 +276,13 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
 
     """
     about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
-    if _sealed(seal[:DIGEST_BYTES], record) != seal:
+    if _sealed(rollout_id, model_call_id, seal[:DIGEST_BYTES], record) != seal:
         raise CorruptRecordError(f"the stored record does not match its digest ({_name(about)})", **about)
     try:
         content = _Content.unpacked(record)
         check_integers(content.tail)
         log_probs = unpack_log_probs(content.log_probs)
-        small_fields = _OMITTED_VALUES | content.fields | about
+        small_fields = content.fields | about
     except _UNREADABLE:
         raise CorruptRecordError(f"the stored record is damaged ({_name(about)})", **about) from None
     return ParsedRecord(
@@ -345,8 +346,9 @@ def _put_together(experts: list[Any] | None, parts: PartStore) -> list[Any] | No
     return [*experts[:-1], parts.joined(experts[-1])]
 
 
-def _sealed(digest: bytes, record: bytes) -> bytes:
-    return digest + hashlib.blake2b(digest + record, digest_size=CHECK_BYTES).digest()
+def _sealed(rollout_id: str, model_call_id: str, digest: bytes, record: bytes) -> bytes:
+    name: bytes = msgpack.packb([rollout_id, model_call_id])
+    return digest + hashlib.blake2b(name + digest + record, digest_size=CHECK_BYTES).digest()
 
 
 def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict[str, Any]) -> bytes:
@@ -461,7 +463,7 @@ def _copied(values: Any) -> Any:
 def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
     fields = parsed.small_fields
     try:
-        return entry_type.model_validate(fields | _EMPTY_ARRAYS)
+        return entry_type.model_validate({**_omitted_by(entry_type), **fields, **_EMPTY_ARRAYS})
     except ValidationError as error:
         if fields.get("schema_version", 0) > SCHEMA_VERSION:
             raise UnsupportedFormatError(
@@ -474,6 +476,17 @@ def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str
             f"({_name(about)})",
             **about,
         ) from None
+
+
+def _omitted_by(entry_type: EntryType) -> dict[str, Any]:
+    """What records leave out and this class has: an older one may not know all fields."""
+    known = getattr(entry_type, "model_fields", _OMITTED_VALUES)
+    # A list of its own for each entry: a class that declares less may keep the one it is given.
+    return {
+        name: [] if name == "output_items" else value
+        for name, value in _OMITTED_VALUES.items()
+        if name in known
+    }
 
 
 def _canonical_json(value: Any) -> bytes:

@@ -62,11 +62,11 @@ class ByteBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
+            if not turn.cancelled():
+                self.release(nbytes)  # its turn came in the same moment
+            elif place in self._waiting:
                 self._waiting.remove(place)
                 self._admit()  # it may have stood in the way of smaller ones
-            else:
-                self.release(nbytes)  # its turn came in the same moment
             raise
         return Hold(self, nbytes)
 
@@ -78,8 +78,9 @@ class ByteBudget:
     def _admit(self) -> None:
         while self._waiting and self._fits(self._waiting[0][0]):
             nbytes, turn = self._waiting.popleft()
-            self.held_bytes += nbytes
-            turn.set_result(None)
+            if not turn.done():  # else its task was cancelled, and has not been told yet
+                self.held_bytes += nbytes
+                turn.set_result(None)
 
     def _fits(self, nbytes: int) -> bool:
         return self.held_bytes == 0 or self.held_bytes + nbytes <= self.max_bytes

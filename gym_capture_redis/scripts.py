@@ -115,12 +115,15 @@ def read_replies(raw: Any, count: int, run_id: str) -> list[Reply | ResponseErro
     """
     if not isinstance(raw, list) or len(raw) != count:
         raise ValueError("not the replies of so many steps")
-    return [
-        ResponseError(entry[1].decode("utf-8", "replace"))
-        if isinstance(entry, list) and len(entry) == 2 and entry[0] == b"ERROR"  # noqa: PLR2004
-        else Reply.parse(entry, run_id)
-        for entry in raw
-    ]
+    return [_error(entry) or Reply.parse(entry, run_id) for entry in raw]
+
+
+def _error(entry: Any) -> ResponseError | None:
+    """What an entry was answered instead of a reply, if it was."""
+    match entry:
+        case [b"ERROR", bytes(text)]:
+            return ResponseError(text.decode("utf-8", "replace"))
+    return None
 
 
 class Reply(NamedTuple):

@@ -8,8 +8,10 @@ local key, first -- of the entry at hand: its rollout, and where in ARGV its arg
 
 local STATE_FORM = '^(%d+) ([%w-]+) (%l+) ([%w-]*) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$'
 local NO_BLOCK = string.rep('\0', 16) -- in place of a block's name
+local DIGEST_END = 33 -- where the digest ends in a call's row; it tells the content, what follows the bytes
+local MOST_STATE_BYTES = 400 -- of all words but the ends
 local MOST_DIGITS = 15 -- of a number that Lua counts exactly
-local MOST_ARGUMENTS = 4000 -- of one command: Lua has room for about 8,000 values
+local MOST_ARGUMENTS = 4000 -- of one command, names with their values: Lua has room for about 8,000
 
 -- Argument number `number` of the entry at hand, as its step's header lists them.
 local function arg(number)
@@ -27,7 +29,7 @@ local function parse_state(raw)
   local format, incarnation, status, snapshot, version, seq, records, intents, failures, refusals, blocks,
     ids, bytes, ends = string.match(raw, STATE_FORM)
   if format == FORMAT and valid_status(status, snapshot)
-      and #version <= MOST_DIGITS and #seq <= MOST_DIGITS then
+      and #version <= MOST_DIGITS and #seq <= MOST_DIGITS and #raw - #ends <= MOST_STATE_BYTES then
     return {
       incarnation = incarnation, status = status, snapshot = snapshot, version = version, seq = seq,
       records = records, intents = intents, failures = failures, refusals = refusals, blocks = blocks,
@@ -92,6 +94,12 @@ local function mark_failure(state, call, failure_code)
     state.failures = state.failures + 1
     write(state, trace, '0:' .. field, field, string.format('%.0f ', failed_ms) .. failure_code)
   end
+end
+
+-- Names of chain ends without this one.
+local function without_end(ends, name)
+  local at = string.find(ends, name, 1, true)
+  return at and string.sub(ends, 1, at - 1) .. string.sub(ends, at + 16) or ends
 end
 
 -- 1 if the rollout holds an entry, a mark or an intent, else 0.

@@ -7,7 +7,7 @@
 local state, err = load_state()
 if err then return err end
 if not state or state.status == 'open' or state.snapshot == ''
-    or state.snapshot ~= arg(1) or state.version ~= arg(2) then
+    or state.snapshot ~= arg(1) or tonumber(state.version) ~= tonumber(arg(2)) then
   return reply('STALE', state)
 end
 if state.status == 'frozen' then retire(state, arg(3)) end

@@ -21,7 +21,9 @@ local call, base, parts, names = arg(2), arg(6), arg(7), arg(8)
 local row_field = 'c:' .. call
 local known = redis.call('HMGET', key, row_field, 'b:' .. base)
 local row = known[1]
-if row == arg(3) then return reply('SAME', state) end
+if row and string.sub(row, 1, DIGEST_END) == string.sub(arg(3), 1, DIGEST_END) then
+  return reply('SAME', state)
+end
 if state.status == 'frozen' then return reply('FROZEN', state) end
 if row and row ~= 'n' then
   mark_failure(state, call, 'conflict')
@@ -37,9 +39,9 @@ end
 local count = #names / 16
 local last = count > 0 and string.sub(names, -16) or base
 -- The newest three ends of chains: this one in place of the one it goes on from.
-local at = string.find(state.ends, base, 1, true)
-if at then state.ends = string.sub(state.ends, 1, at - 1) .. string.sub(state.ends, at + 16) end
-if last ~= NO_BLOCK then state.ends = string.sub(state.ends .. last, -48) end
+if last ~= NO_BLOCK then
+  state.ends = string.sub(without_end(without_end(state.ends, base), last) .. last, -48)
+end
 if row then state.intents = state.intents - 1 end
 state.version = state.version + 1
 state.records = state.records + 1
@@ -50,14 +52,14 @@ for number = 1, count do state.bytes = state.bytes + #arg(8 + 2 * number) end
 local trace = next_step(state)
 local last_argument = 8 + 2 * count
 local added = write(state, trace, count .. ':' .. names .. 'r:' .. call, row_field, arg(3), 'r:' .. call, arg(4),
-  unpack(ARGV, first + 9, first + math.min(last_argument, MOST_ARGUMENTS)))
-for from = MOST_ARGUMENTS + 1, last_argument, MOST_ARGUMENTS do
+  unpack(ARGV, first + 9, first + math.min(last_argument, 8 + MOST_ARGUMENTS)))
+for from = 9 + MOST_ARGUMENTS, last_argument, MOST_ARGUMENTS do
   local to = math.min(last_argument, from + MOST_ARGUMENTS - 1)
   added = added + redis.call('HSET', key, unpack(ARGV, first + from, first + to))
 end
 
 -- Some of the blocks may have been there already: the first ones, as a block is stored with or after its parents.
-local there = count + (row and 2 or 3) - added
+local there = math.min(count, count + (row and 2 or 3) - added)
 if there > 0 then
   for number = 1, there do state.bytes = state.bytes - #arg(8 + 2 * number) end
   state.blocks = state.blocks - there

@@ -10,7 +10,7 @@ if err then return err end
 if not state or state.incarnation ~= arg(1) or state.status ~= 'frozen' then
   return reply('RETIRED', state)
 end
-if state.version ~= arg(2) then return reply('CHANGED', state) end
+if tonumber(state.version) ~= tonumber(arg(2)) then return reply('CHANGED', state) end
 local rows = {}
 local next_seq = collect_rows(state, tonumber(arg(3)), tonumber(arg(4)), rows)
 return reply('OK', state, next_seq, rows)

@@ -16,9 +16,10 @@ from support.processes import conversation_of, converse_from_a_process
 from support.sample_entries import exact_dump, sample_entry
 from support.sequences import distinct_blocks, growing_conversation, random_ids, sequence_of
 from support.servers import RealServer
+from support.stored_state import change_state, hash_fields, read_state
 
 from gym_capture_redis import codec, scripts
-from gym_capture_redis.blocks import BLOCK_IDS
+from gym_capture_redis.blocks import BLOCK_IDS, NAME_BYTES
 from gym_capture_redis.errors import TokenCaptureRetiredError
 from gym_capture_redis.executor import Executor, Subject
 from gym_capture_redis.keys import rollout_key
@@ -80,11 +81,39 @@ class Bench:
         assert not snapshot.incomplete, snapshot.reasons
         assert dumps(snapshot.entries) == dumps(entries)
         assert dumps(map(with_lists, arrays.entries)) == dumps(entries)
-        blocks = distinct_blocks(map(ids_of, entries))
-        assert len(self.fields(b"b:")) == blocks
-        assert self.redis.hget(self.key.decode(), "s:blocks") == b"%d" % blocks
+        self.counts_are_right_for(entries, distinct_blocks(map(ids_of, entries)))
         assert snapshot.stored_bytes == self.payload_bytes()
         return snapshot
+
+    def counts_are_right_for(self, entries: list[TokenEntry], blocks: int) -> None:
+        """The state counts what is there, and each block was brought by one step."""
+        state, stored = self.state(), self.fields(b"b:")
+        assert len(stored) == blocks
+        assert {name: int(state[name]) for name in ("records", "blocks", "ids", "bytes")} == {
+            "records": len(entries),
+            "blocks": blocks,
+            "ids": sum(len(ids_of(entry)) for entry in entries),
+            "bytes": self.payload_bytes(),
+        }
+        assert len(self.fields()) == hash_fields(state)
+        brought = [name for names in self.traces().values() for name in names]
+        assert sorted(brought) == sorted(field[2:] for field in stored)
+
+    def state(self) -> dict[str, bytes]:
+        return read_state(self.redis, self.key)
+
+    def incarnation(self) -> str:
+        return self.state()["incarnation"].decode()
+
+    def traces(self) -> dict[str, list[bytes]]:
+        """Names of the blocks that each step brought, by what else it wrote; each says it of itself once."""
+        traces = {}
+        for trace in self.fields(b"o:").values():
+            count, _, rest = trace.partition(b":")
+            end = NAME_BYTES * int(count)
+            assert rest[end:].decode() not in traces
+            traces[rest[end:].decode()] = names_in(rest[:end])
+        return traces
 
 
 @pytest.fixture
@@ -114,11 +143,19 @@ class Wire:
     @property
     def sent_names(self) -> list[list[Any]]:
         """Names of the blocks of each put."""
-        return [list(call.args[6::2]) for call in self.puts]
+        names = [names_in(call.args[7]) for call in self.puts]
+        assert [list(call.args[8::2]) for call in self.puts] == [
+            [b"b:" + name for name in of] for of in names
+        ]
+        return names
 
     def forget(self) -> None:
         self.puts.clear()
         self.answers.clear()
+
+
+def names_in(joined: Any) -> list[bytes]:
+    return [joined[at : at + NAME_BYTES] for at in range(0, len(joined), NAME_BYTES)]
 
 
 def ids_of(entry: TokenEntry) -> list[int]:
@@ -340,6 +377,108 @@ async def test_a_repeated_put_sends_no_block_again_and_stores_nothing(bench: Ben
     assert bench.fields() == before
 
 
+# A put whose blocks are there already, all or some of them
+
+BLOCKS = 6
+OFTEN = 4
+
+
+async def put_in_full(bench: Bench, sink: RedisTokenSink, entry: TokenEntry, first_block: int = 0) -> str:
+    """Send the entry with its blocks from ``first_block`` on, whether they are stored or not."""
+    executor, encoded = sink._executors.get(), codec.encode(entry, max_record_bytes=2**26)
+    call = scripts.put(bench.key, encoded, incarnation=bench.incarnation(), first_block=first_block)
+    return (await executor.run(call, Subject(ROLLOUT), deadline=executor.deadline())).code
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "unannounced"])
+@pytest.mark.parametrize("there", range(BLOCKS + 1))
+@pytest.mark.parametrize("first_block", [0, 1, 2, BLOCKS])
+async def test_only_the_blocks_that_are_new_are_counted_and_traced(
+    bench: Bench, there: int, first_block: int, *, announced: bool
+) -> None:
+    sink, ids = bench.sink(), random_ids(BLOCKS * BLOCK_IDS + 9)
+    parent = call_of("parent", ids[: there * BLOCK_IDS], random_ids(20, 1))
+    await sink.put(parent)
+    entry = call_of("c", ids, random_ids(20, 2))
+    if announced:
+        await sink.begin_call(ROLLOUT, "c")
+    code = await put_in_full(bench, sink, entry, first_block)
+    if first_block > there:
+        assert code == "MISSING"
+        assert bench.state()["records"] == b"1"
+        return
+    assert code == "OK"
+    assert bench.traces()["r:c"] == list(names_of(entry)[there:])
+    assert bench.traces()["r:parent"] == list(names_of(entry)[:there])
+    await bench.holds([parent, entry])
+    await bench.holds([parent, entry], chunk_bytes=1)
+
+
+@pytest.mark.parametrize("longest_first", [True, False])
+async def test_the_same_blocks_sent_again_and_again_are_counted_once(
+    bench: Bench, *, longest_first: bool
+) -> None:
+    sink, ids = bench.sink(), random_ids(BLOCKS * BLOCK_IDS)
+    entries = [
+        call_of(f"{blocks}.{number}", ids[: blocks * BLOCK_IDS], [number])
+        for blocks in sorted(range(BLOCKS + 1), reverse=longest_first)
+        for number in range(OFTEN)
+    ]
+    await sink.begin_call(ROLLOUT, entries[0].model_call_id)
+    for entry in entries:
+        assert await put_in_full(bench, sink, entry) == "OK"
+        assert await put_in_full(bench, sink, entry) == "SAME"
+    await bench.holds(entries)
+    assert sum(map(bool, bench.traces().values())) == (1 if longest_first else BLOCKS)
+
+
+async def test_puts_in_one_script_call_share_the_blocks_that_the_first_of_them_brings(bench: Bench) -> None:
+    sink, trunk = bench.sink(connections=1), random_ids(3 * BLOCK_IDS)
+    entries = [
+        call_of(
+            f"c{number}", trunk[: (1 + number % 3) * BLOCK_IDS] + random_ids(300 * (number // 3), number), []
+        )
+        for number in range(12)
+    ]
+    await sink.begin_call(ROLLOUT, "c0")
+    codes = await asyncio.gather(*(put_in_full(bench, sink, entry) for entry in entries))
+    assert codes == ["OK"] * len(entries)
+    await bench.holds(entries)
+
+
+@pytest.mark.parametrize("there", [0.0, 0.5, 1.0], ids=["none there", "half there", "all there"])
+@pytest.mark.parametrize("blocks", [1_995, 1_996, 1_997, 2_000, 2_343, 4_100])
+async def test_a_put_of_more_arguments_than_one_command_takes_comes_back_exactly(
+    bench: Bench, blocks: int, there: float
+) -> None:
+    ids, stored = random_ids(blocks * BLOCK_IDS + 192), int(blocks * there)
+    parent, entry = call_of("parent", ids[: stored * BLOCK_IDS], []), call_of("c", ids, [5])
+    await bench.sink().put(parent)
+    sink = bench.sink()
+    await sink.begin_call(ROLLOUT, "c")
+    assert await put_in_full(bench, sink, entry) == "OK"
+    bench.counts_are_right_for([parent, entry], blocks=blocks)
+    assert bench.traces()["r:c"] == list(names_of(entry)[stored:])
+    for chunk_bytes in (4 * 2**20, 1):
+        snapshot = await bench.source(chunk_bytes=chunk_bytes).freeze_arrays(ROLLOUT)
+        assert not snapshot.incomplete, snapshot.reasons
+        read = {each.model_call_id: with_lists(each).prompt_token_ids for each in snapshot.entries}
+        assert read == {"parent": parent.prompt_token_ids, "c": ids}
+    assert snapshot.stored_bytes == bench.payload_bytes()
+
+
+async def test_a_sink_puts_a_very_long_prompt_and_goes_on_from_it(bench: Bench) -> None:
+    sink, ids = bench.sink(), random_ids(600_000)
+    wire = Wire(sink)
+    await sink.put(call_of("c0", ids, [1]))
+    await sink.put(call_of("c1", [*ids, 1, *random_ids(300, 1)], [2]))
+    assert wire.answers == ["OK", "OK"]
+    assert list(map(len, wire.sent_names)) == [2_343, 1]
+    snapshot = await bench.source().freeze(ROLLOUT)
+    assert not snapshot.incomplete, snapshot.reasons
+    assert [entry.prompt_token_ids[:600_000] == ids for entry in snapshot.entries] == [True, True]
+
+
 # A sink that believes what is not so
 
 
@@ -348,7 +487,7 @@ async def test_a_put_that_builds_on_a_missing_block_changes_nothing(bench: Bench
     await sink.begin_call(ROLLOUT, entry.model_call_id)
     before, executor = bench.fields(), sink._executors.get()
     encoded = codec.encode(entry, max_record_bytes=2**20)
-    incarnation = before[b"s:incarnation"].decode()
+    incarnation = bench.incarnation()
     for first_block in (1, 2, 3):
         call = scripts.put(bench.key, encoded, incarnation=incarnation, first_block=first_block)
         reply = await executor.run(call, Subject(ROLLOUT), deadline=executor.deadline())
@@ -361,7 +500,7 @@ async def test_a_sink_with_a_wrong_belief_repeats_its_put_in_full_exactly_once(
 ) -> None:
     sink, entry = bench.sink(), call_that_ends("c", random_ids(5 * BLOCK_IDS + 7))
     await sink.begin_call(ROLLOUT, "c")
-    incarnation = bench.fields()[b"s:incarnation"].decode()
+    incarnation = bench.incarnation()
     sink._blocks.learn(ROLLOUT, incarnation, [names_of(entry)[wrong]])
     wire = Wire(sink)
     await sink.put(entry)
@@ -378,7 +517,7 @@ async def test_a_sink_that_was_wrong_once_believes_nothing_else_of_the_rollout(b
     sink = bench.sink()
     entries = [call_that_ends(f"c{number}", random_ids(1_000, number)) for number in range(3)]
     await sink.begin_call(ROLLOUT, "c0")
-    incarnation = bench.fields()[b"s:incarnation"].decode()
+    incarnation = bench.incarnation()
     sink._blocks.learn(ROLLOUT, incarnation, [name for entry in entries for name in names_of(entry)])
     wire = Wire(sink)
     for entry in entries:
@@ -390,7 +529,7 @@ async def test_a_sink_that_was_wrong_once_believes_nothing_else_of_the_rollout(b
 async def test_many_puts_of_a_sink_with_a_wrong_belief_are_all_stored(bench: Bench) -> None:
     sink, prompt = bench.sink(), random_ids(4 * BLOCK_IDS)
     await sink.begin_call(ROLLOUT, "c0")
-    incarnation = bench.fields()[b"s:incarnation"].decode()
+    incarnation = bench.incarnation()
     sink._blocks.learn(ROLLOUT, incarnation, sequence_of(prompt).names)
     entries = [call_of(f"c{number}", prompt, random_ids(300, number)) for number in range(PUTS)]
     await asyncio.gather(*map(sink.put, entries))
@@ -431,22 +570,24 @@ async def test_a_call_left_from_a_deleted_attempt_leaves_no_block_in_the_next_on
     await bench.holds(entries)
 
 
-@pytest.mark.parametrize("ends", ["", "x", "y" * 16, "z" * 47, "w" * 4_800])
-async def test_damaged_hints_cost_no_record_and_no_block(bench: Bench, ends: str) -> None:
+@pytest.mark.parametrize(
+    "ends", [b"", b"x", b" ", b"y" * 16, b"z" * 47, b"\0" * 16, b"\0\n " * 16, b"w" * 4_800], ids=ascii
+)
+async def test_damaged_hints_cost_no_record_and_no_block(bench: Bench, ends: bytes) -> None:
     entries = conversation(5)
     for entry in entries:
         sink = bench.sink()
         await sink.begin_call(ROLLOUT, entry.model_call_id)
-        bench.redis.hset(bench.key.decode(), "s:ends", ends)
+        change_state(bench.redis, bench.key, ends=ends)
         await sink.put(entry)
-        bench.redis.hset(bench.key.decode(), "s:ends", ends)
+        change_state(bench.redis, bench.key, ends=ends)
     await bench.holds(entries)
 
 
 async def test_a_hint_to_a_block_that_is_not_stored_costs_one_repetition(bench: Bench) -> None:
     first, second = conversation(2, 5 * BLOCK_IDS)
     await bench.sink().put(first)
-    bench.redis.hset(bench.key.decode(), "s:ends", names_of(second)[-1])
+    change_state(bench.redis, bench.key, ends=names_of(second)[-1])
     sink = bench.sink()
     wire = Wire(sink)
     await sink.put(second)
@@ -501,6 +642,19 @@ async def test_a_branch_that_grows_does_not_crowd_out_the_others(bench: Bench) -
     await fresh.put(following)
     assert wire.sent_names == [list(names_of(following)[10:])]
     await bench.holds([other, *grown, following])
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+async def test_an_end_that_is_sent_again_does_not_crowd_out_the_others(bench: Bench, turns: int) -> None:
+    """As sinks do that race, each of which knows of no block."""
+    sink = bench.sink()
+    other, same = call_that_ends("other", random_ids(1_000)), random_ids(1_000, 1)
+    await sink.put(other)
+    again = [call_of(f"c{number}", same, [number]) for number in range(3 * turns)]
+    for entry in again:
+        assert await put_in_full(bench, sink, entry) == "OK"
+    assert bench.state()["ends"] == names_of(other)[-1] + sequence_of(same).names[-1]
+    await bench.holds([other, *again])
 
 
 async def test_the_server_receives_a_long_prompt_once(valkey9: RealServer, namespace: str) -> None:

@@ -118,7 +118,7 @@ async def check_rollout(clients: Clients, rollout: str, operation: str, outcome:
         return
     if operation in ("drop", "retire") and outcome == "done":
         pytest.fail(f"{operation} returned, and the rollout was frozen")
-    check_snapshot(snapshot, rollout, {name.decode() for name in fields if not name.startswith(b"b:")})
+    check_snapshot(snapshot, rollout, fields)
     if outcome == "done":
         expected = {"put": {"first", "second"}, "delete": set(), "freeze": {"first", "second"}}
         calls = {entry.model_call_id for entry in snapshot.entries}
@@ -126,13 +126,15 @@ async def check_rollout(clients: Clients, rollout: str, operation: str, outcome:
         assert snapshot.incomplete == (operation in ("begin_call", "mark_incomplete"))
 
 
-def check_snapshot(snapshot: TokenCaptureSnapshot, rollout: str, fields: set[str]) -> None:
+def check_snapshot(snapshot: TokenCaptureSnapshot, rollout: str, fields: dict[bytes, bytes]) -> None:
     for entry in snapshot.entries:
         assert exact_dump(entry) == exact_dump(payload(rollout, entry.model_call_id))
-    assert {name[2:] for name in fields if name.startswith("r:")} == {
+    assert {name[2:].decode() for name in fields if name.startswith(b"r:")} == {
         entry.model_call_id for entry in snapshot.entries
     }
-    lost = any(name.startswith(("n:", "f:")) for name in fields)
+    lost = any(
+        name.startswith(b"f:") or (name.startswith(b"c:") and row == b"n") for name, row in fields.items()
+    )
     assert snapshot.incomplete == lost, "announced or marked, and complete"
 
 

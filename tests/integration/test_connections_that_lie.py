@@ -33,6 +33,10 @@ OTHER_REPLIES = [
     b"*1\r\n$2\r\nOK\r\n",
     b"*4\r\n:1\r\n:2\r\n:3\r\n:4\r\n",
     b"*4\r\n$2\r\nOK\r\n$1\r\na\r\n$1\r\nx\r\n:1\r\n",
+    b"*1\r\n*2\r\n$5\r\nERROR\r\n:1\r\n",
+    b"*1\r\n*2\r\n$5\r\nERROR\r\n$-1\r\n",
+    b"*1\r\n*4\r\n$2\r\nOK\r\n$1\r\na\r\n$1\r\nx\r\n:1\r\n",
+    b"*2\r\n*0\r\n*0\r\n",
     b"?\r\n",
     b"$9999999\r\nnever all of it",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.servers import RealServer, free_port
 
 from gym_capture_redis.errors import (
     BackendUnavailableError,
+    CallConflictError,
     CaptureError,
     ConfigurationError,
     DurabilityError,
@@ -26,12 +28,14 @@ from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 SECRET = "sword-fish-7"
 PATIENCE_S = 30.0
 """Far longer than any deadline below: only a call that hangs reaches it."""
 
 SETTINGS: dict[str, Any] = {"namespace": "run", "timeout_s": PATIENCE_S}
 CALLERS = 64
+RECORD_BYTES = 2**21
 
 
 @pytest.fixture
@@ -108,6 +112,30 @@ async def test_a_user_without_a_permission_is_told_so(server: RealServer, rules:
     error = await first_error(create_user(server, *rules))
     check(error, ConfigurationError, "does not permit this user")
     check(error, ConfigurationError, r"docs/operations\.md lists them \(.*(permission|can't run)")
+
+
+async def test_the_permissions_that_the_docs_list_are_enough_for_every_call(server: RealServer) -> None:
+    (line,) = re.findall(r"^ACL SETUSER .*$", OPERATIONS.read_text(), re.MULTILINE)
+    assert ">secret" in line
+    with server.client() as client:
+        client.execute_command(*line.split())
+    url = f"redis://capture:secret@127.0.0.1:{server.port}/0"
+    async with RedisTokenSink(url, **SETTINGS) as sink, RedisTokenSource(url, **SETTINGS) as source:
+        for rollout in ("dropped", "retired", "deleted"):
+            await sink.begin_call(rollout, "announced")
+            for call in ("announced", "unannounced"):
+                await sink.put(sample_entry(rollout, call, prompt_token_ids=[1] * 600))
+            await sink.record_engine_refusal(rollout, model_call_id="refused", code="full")
+            for _ in range(2):
+                await sink.mark_incomplete(rollout, "lost")
+            with pytest.raises(CallConflictError):
+                await sink.put(sample_entry(rollout, "announced"))
+        async with RedisTokenSource(url, **SETTINGS, chunk_bytes=1) as reader:
+            snapshot = await reader.freeze("dropped")
+        assert len(snapshot.entries) == 2
+        assert await source.drop("dropped", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+        assert await source.retire(["retired", "unheard"]) == {"removed": ["retired"], "absent": ["unheard"]}
+        assert await source.delete(["deleted"]) == {"removed": ["deleted"], "absent": []}
 
 
 async def test_where_config_is_forbidden_the_user_vouches_for_appendfsync(server: RealServer) -> None:
@@ -212,13 +240,15 @@ async def test_at_the_memory_limit_records_are_refused_and_all_that_frees_memory
         RedisTokenSink(server.url, **SETTINGS) as sink,
         RedisTokenSource(server.url, **SETTINGS) as source,
     ):
+        with server.client() as client:
+            empty: Any = client.info("memory")
         for name in names:
             await sink.begin_call(name, "open")
-            await sink.put(sample_entry(name, "c", note="x" * 2**21))
+            await sink.put(sample_entry(name, "c", note="x" * RECORD_BYTES))
         with server.client() as client:
             client.script_flush()
-            used: Any = client.info("memory")
-            client.config_set("maxmemory", used["used_memory"])
+            # Far enough from all that is stored: buffers of connections come and go.
+            client.config_set("maxmemory", empty["used_memory"] + 7 * RECORD_BYTES // 2)
             key = rollout_key("run", "marked")
             before = client.hgetall(key)
             for name in ("marked", "new"):
@@ -399,6 +429,7 @@ async def test_a_connection_that_takes_no_bytes_is_given_up_at_the_deadline(one_
     async with StallingProxy(one_server.socket_path) as proxy:
         sink = RedisTokenSink(proxy.url, **SETTINGS | {"timeout_s": 0.5, "connections": 1})
         await sink.begin_call("r", "c")
+        await sink.put(sample_entry("r", "large", note="x" * 2**20))  # it has a connection of its own
         proxy.stall()
         with pytest.raises(BackendUnavailableError):
             await sink.put(sample_entry("r", "c", note="x" * 2**24))

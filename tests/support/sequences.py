@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from gym_capture_redis.blocks import BLOCK_IDS, BlockTree, TokenSequence, cut
-from gym_capture_redis.packing import id_array, unpack_integers
+from gym_capture_redis.packing import Array, joined_ids
 
 WIDTHS = (2**8, 2**17, 2**31, 2**32, 2**63)
 """Ids below these: one for every type that holds them."""
@@ -22,8 +23,14 @@ def random_ids(count: int, seed: int = 0, below: int = 150_000) -> list[int]:
     return drawn
 
 
+def id_array(ids: Any) -> Array:
+    """Ids as they are kept, from whatever they come in."""
+    array, _ = joined_ids(ids, [])
+    return array
+
+
 def sequence_of(ids: list[int], earlier: Iterable[TokenSequence] = ()) -> TokenSequence:
-    return cut(id_array("ids", ids), earlier)
+    return cut(id_array(ids), earlier)
 
 
 def tree_of(*sequences: TokenSequence) -> BlockTree:
@@ -32,7 +39,7 @@ def tree_of(*sequences: TokenSequence) -> BlockTree:
     for sequence in sequences:
         for name, value in sequence.blocks_from(0):
             tree.add_block(name, value)
-        tree.add_tail(sequence.end, unpack_integers(sequence.tail))
+        tree.add_tail(sequence.end, sequence.tail)
     return tree
 
 

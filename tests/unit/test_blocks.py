@@ -13,6 +13,7 @@ from support.sequences import (
     conversations,
     distinct_blocks,
     growing_conversation,
+    id_array,
     lengths,
     random_ids,
     sequence_of,
@@ -20,7 +21,7 @@ from support.sequences import (
 )
 
 from gym_capture_redis.blocks import BLOCK_IDS, NAME_BYTES, ROOT, BlockTree, TokenSequence, cut
-from gym_capture_redis.packing import Packed, id_array, unpack_integers
+from gym_capture_redis.packing import Packed, pack_integers, unpack_integers
 
 unhurried = settings(deadline=None)  # the machine is shared
 
@@ -28,7 +29,7 @@ IDS = random_ids(2 * BLOCK_IDS + 88)
 
 
 def taken(tree: BlockTree, sequence: TokenSequence, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
-    return tree.split(sequence.end, unpack_integers(sequence.tail), prompt_length, arrays=arrays)
+    return tree.split(sequence.end, sequence.tail, prompt_length, arrays=arrays)
 
 
 def assert_comes_back(tree: BlockTree, ids: list[int], prompt_length: int) -> None:
@@ -146,6 +147,8 @@ def test_names_do_not_depend_on_which_sequences_were_cut_before(
             again = sequence_of(ids, earlier)
             assert (again.names, again.tail) == (expected.names, expected.tail)
             assert again.ids.tolist() == ids
+            for index in range(len(again.names) + 1):
+                assert again.blocks_from(index) == expected.blocks_from(index)
 
 
 @unhurried
@@ -154,13 +157,47 @@ def test_a_shorter_longer_or_branching_sequence_spares_nothing_but_hashing(
     keep: int, seed: int, *, longer: bool
 ) -> None:
     earlier = sequence_of(IDS[:keep] + (random_ids(600, seed) if longer else []))
-    assert earlier.shared_blocks(id_array("ids", IDS)) == min(keep, len(IDS)) // BLOCK_IDS
+    assert earlier.shared_blocks(id_array(IDS)) == min(keep, len(IDS)) // BLOCK_IDS
     assert sequence_of(IDS, [earlier]).names == sequence_of(IDS).names
+
+
+@unhurried
+@given(conversation=conversations)
+def test_only_the_blocks_that_were_hashed_keep_their_values(conversation: list[list[int]]) -> None:
+    known: list[TokenSequence] = []
+    for ids in conversation:
+        sequence = sequence_of(ids, known)
+        shared = max((other.shared_blocks(sequence.ids) for other in known), default=0)
+        assert len(sequence.values) == len(sequence.names) - shared
+        assert list(sequence.values) == [value for _, value in sequence.blocks_from(shared)]
+        known.append(sequence)
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 512, 600])
+def test_a_sequence_without_its_tail_has_the_same_blocks(count: int) -> None:
+    sequence = sequence_of(IDS[:count])
+    kept = sequence.without_tail()
+    assert (kept.names, kept.end, kept.values) == (sequence.names, sequence.end, ())
+    assert kept.ids.tolist() == IDS[: count // BLOCK_IDS * BLOCK_IDS]
+    assert unpack_integers(kept.tail).size == 0
+    assert kept.blocks_from(0) == sequence.blocks_from(0)
+    following = id_array(IDS)
+    assert kept.shared_blocks(following) == sequence.shared_blocks(following)
+    assert sequence_of(IDS, [kept]).blocks_from(0) == sequence_of(IDS).blocks_from(0)
+
+
+@pytest.mark.parametrize("widths", [(2**8, 2**40, 2**8), (2**40, 2**8, 2**17), (2**32, 2**32 + 1, 2**24)])
+def test_blocks_of_mixed_widths_are_each_as_narrow_as_alone(widths: tuple[int, ...]) -> None:
+    pieces = [random_ids(BLOCK_IDS, seed, below) for seed, below in enumerate(widths)]
+    blocks = sequence_of([number for piece in pieces for number in piece]).blocks_from(0)
+    for piece, (_, value) in zip(pieces, blocks, strict=True):
+        packed = pack_integers(np.array(piece, np.uint64))
+        assert value[NAME_BYTES:] == packed.type.encode() + packed.raw
 
 
 @pytest.mark.parametrize("carrier", [list, tuple, lambda ids: np.array(ids, np.int64), np.array])
 def test_ids_have_the_same_blocks_in_whatever_they_come(carrier: Any) -> None:
-    sequence = cut(id_array("ids", carrier(IDS)))
+    sequence = cut(id_array(carrier(IDS)))
     assert sequence.blocks_from(0) == sequence_of(IDS).blocks_from(0)
 
 
@@ -274,13 +311,13 @@ def test_a_sequence_whose_last_block_is_not_there_is_refused(*, arrays: bool) ->
     sequence = sequence_of(IDS)
     tree = BlockTree()
     tree.add_block(*FIRST)
-    tree.add_tail(sequence.end, unpack_integers(sequence.tail))
+    tree.add_tail(sequence.end, sequence.tail)
     with pytest.raises(ValueError, match="no such sequence"):
         taken(tree, sequence, 300, arrays=arrays)
 
 
 def test_a_tail_of_another_sequence_changes_nothing() -> None:
     sequence, tree = sequence_of(IDS), tree_of(sequence_of(IDS))
-    tree.add_tail(sequence.end, unpack_integers(Packed("u1", b"\1" * 200)))
-    tree.add_tail(sequence.names[0], unpack_integers(Packed("u1", b"\2" * 200)))
+    tree.add_tail(sequence.end, Packed("u1", b"\1" * 200))
+    tree.add_tail(sequence.names[0], Packed("u1", b"\2" * 200))
     assert_comes_back(tree, IDS, 300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from copy import deepcopy
 from typing import Any
 
 import msgpack
@@ -32,6 +33,7 @@ from gym_capture_redis.errors import (
     RecordTooLargeError,
     UnsupportedFormatError,
 )
+from gym_capture_redis.parts import PartStore
 from gym_capture_redis.records import TokenEntry
 
 NO_LIMIT = 2**40
@@ -54,28 +56,35 @@ def encode(entry: Any) -> codec.EncodedRecord:
     return codec.encode(entry, max_record_bytes=NO_LIMIT)
 
 
+def parts_of(encoded: codec.EncodedRecord) -> PartStore:
+    store = PartStore()
+    for name, content in encoded.parts:
+        store.add(name, content)
+    return store
+
+
 def decode(
     record: bytes,
-    digest: bytes,
+    seal: bytes,
     *,
     of: codec.EncodedRecord,
     entry_type: codec.EntryType = TokenEntry,
     arrays: bool = False,
     beside: tuple[TokenSequence, ...] = (),
 ) -> Any:
-    parsed = codec.parse(record, digest, rollout_id=of.rollout_id, model_call_id=of.model_call_id)
-    return codec.build(parsed, tree_of(of.sequence, *beside), entry_type, arrays=arrays)
+    parsed = codec.parse(record, seal, rollout_id=of.rollout_id, model_call_id=of.model_call_id)
+    return codec.build(parsed, tree_of(of.sequence, *beside), parts_of(of), entry_type, arrays=arrays)
 
 
 def round_trip(entry: Any, entry_type: codec.EntryType = TokenEntry) -> Any:
     encoded = encode(entry)
-    return decode(encoded.record, encoded.digest, of=encoded, entry_type=entry_type)
+    return decode(encoded.record, encoded.seal, of=encoded, entry_type=entry_type)
 
 
 def stored(entry: Any) -> tuple[bytes, bytes, list[tuple[bytes, bytes]]]:
-    """All that is stored of an entry: digest, record and token blocks."""
+    """All that is stored of an entry: seal, record and token blocks."""
     encoded = encode(entry)
-    return encoded.digest, encoded.record, encoded.sequence.blocks_from(0)
+    return encoded.seal, encoded.record, encoded.sequence.blocks_from(0)
 
 
 def stored_bytes(entry: Any) -> int:
@@ -84,9 +93,14 @@ def stored_bytes(entry: Any) -> int:
     return len(record) + sum(len(value) - BLOCK_OVERHEAD for _, value in blocks)
 
 
+def digest_of(entry: Any) -> bytes:
+    """By which a repeated put is known."""
+    return encode(entry).seal[: codec.DIGEST_BYTES]
+
+
 def digest_with(**changes: Any) -> bytes:
     """Digest of the small entry with fields assigned after it was built, unchecked."""
-    return encode(sample_entry().model_copy(update=changes)).digest
+    return digest_of(sample_entry().model_copy(update=changes))
 
 
 # The round trip
@@ -148,7 +162,7 @@ def test_token_ids_survive_wherever_prompt_and_blocks_end(prompt: int, generated
 def test_what_is_read_back_as_arrays_holds_the_same_content(fields: dict[str, Any]) -> None:
     entry = TokenEntry(**fields)
     encoded = encode(entry)
-    back = decode(encoded.record, encoded.digest, of=encoded, arrays=True)
+    back = decode(encoded.record, encoded.seal, of=encoded, arrays=True)
     ids = entry.prompt_token_ids + entry.generation_token_ids
     expected = np.int64 if max(ids, default=0) >= 2**31 else np.int32
     assert back.prompt_token_ids.dtype == back.generation_token_ids.dtype == expected
@@ -167,6 +181,181 @@ def test_an_extra_of_any_name_survives(name: str) -> None:
     extra: dict[str, Any] = {name: {"kept": [1, 1.0, True, None]}}
     entry = sample_entry(**extra)
     assert exact_dump(round_trip(entry)) == exact_dump(entry)
+
+
+# Values that are left out
+
+OMITTED: dict[str, Any] = {
+    "schema_version": 1,
+    "model": "",
+    "output_items": [],
+    "token_item_index": None,
+    "response_id": None,
+    "parent_call_id": None,
+    "cum_len": None,
+    "digest": None,
+    "parent_resolution": None,
+    "continuation_fingerprint": "",
+    "continuation_context_len": 0,
+    "continuation_context_digest": "",
+    "parent_resolution_reason": "",
+    "fingerprint_version": None,
+    "prompt_is_delta": False,
+    "prefix_requested": False,
+    "prefix_supplied": False,
+}
+"""Part of the format: a change here makes stored records unreadable, or other records."""
+
+RESOLVED: dict[str, Any] = {"parent_resolution": "resolved", "parent_call_id": "parent"}
+OTHER_VALUES: list[dict[str, Any]] = [
+    *({name: "other"} for name, value in OMITTED.items() if value == ""),
+    *({name: number} for name in ("cum_len", "fingerprint_version") for number in (0, 1, -1, 2**40)),
+    *({"continuation_context_len": number} for number in (1, -1, 2**40)),
+    *({name: text} for name in ("response_id", "parent_call_id", "digest") for text in ("", "other")),
+    *({"prefix_requested": True}, {"prefix_supplied": True}),
+    *({"parent_resolution": "root"}, {"parent_resolution": "unresolved"}, RESOLVED),
+    RESOLVED | {"prompt_is_delta": True},
+    *({"output_items": [{}]}, {"output_items": [{}], "token_item_index": 0}),
+]
+BARE: dict[str, Any] = {
+    "rollout_id": "rollout",
+    "model_call_id": "call",
+    "prompt_token_ids": [1],
+    "generation_token_ids": [2],
+    "generation_log_probs": [-0.5],
+}
+"""What every entry must have; all other fields are at their defaults."""
+
+
+def stored_fields(entry: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = msgpack.unpackb(encode(entry).record)["e"]
+    return fields
+
+
+def test_what_is_left_out_is_as_the_format_says_and_a_default_of_the_entry() -> None:
+    assert exact(codec._OMITTED_VALUES) == exact(OMITTED)
+    bare = TokenEntry(**BARE).model_dump(mode="json")
+    assert exact({name: bare[name] for name in OMITTED}) == exact(OMITTED)
+
+
+@pytest.mark.parametrize("written_as", ENTRY_CLASSES)
+@pytest.mark.parametrize("read_as", ENTRY_CLASSES)
+def test_an_entry_of_defaults_stores_its_time_only_and_comes_back_exactly(
+    written_as: Any, read_as: Any
+) -> None:
+    entry = written_as(**BARE)
+    assert stored_fields(entry) == {"created_at": 0.0}
+    assert exact_dump(round_trip(entry, read_as)) == exact_dump(entry)
+
+
+@pytest.mark.parametrize("written_as", ENTRY_CLASSES)
+@pytest.mark.parametrize("read_as", ENTRY_CLASSES)
+@pytest.mark.parametrize("fields", OTHER_VALUES, ids=repr)
+def test_a_field_with_another_value_is_stored_and_comes_back_exactly(
+    written_as: Any, read_as: Any, fields: dict[str, Any]
+) -> None:
+    entry = written_as(**BARE, **fields)
+    assert stored_fields(entry) == {"created_at": 0.0, **fields}
+    back = round_trip(entry, read_as)
+    assert exact_dump(back) == exact_dump(entry)
+    assert digest_of(entry) != digest_of(written_as(**BARE))
+
+
+def test_every_field_that_may_be_left_out_was_tried_with_another_value() -> None:
+    tried = {name for fields in OTHER_VALUES for name in fields}
+    assert tried == set(OMITTED) - {"schema_version"}, "schema_version has one value so far"
+
+
+@unhurried
+@given(fields=st.dictionaries(st.sampled_from(sorted(OMITTED)), st.just(None)))
+def test_a_default_that_is_given_is_the_same_content_as_one_that_is_not(fields: dict[str, Any]) -> None:
+    given_ones = {name: OMITTED[name] for name in fields}
+    assert stored(TokenEntry(**BARE, **given_ones)) == stored(TokenEntry(**BARE))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("prompt_is_delta", 0), ("prefix_requested", 0), ("prefix_supplied", 0.0), ("prefix_supplied", 0)),
+        *(("schema_version", True), ("schema_version", 1.0), ("output_items", ())),
+        *(("continuation_context_len", False), ("continuation_context_len", -0.0)),
+    ],
+)
+def test_what_is_assigned_and_read_back_as_a_default_is_that_default(name: str, value: Any) -> None:
+    entry = TokenEntry(**BARE)
+    setattr(entry, name, value)
+    assert exact_dump(round_trip(entry)) == exact_dump(TokenEntry(**BARE))
+    assert stored(entry) == stored(TokenEntry(**BARE))
+
+
+@pytest.mark.parametrize("created_at", [0, 0.0, -0.0, 5e-324])
+def test_a_time_of_nearly_nothing_is_stored_with_its_sign(created_at: float) -> None:
+    entry = TokenEntry(**BARE, created_at=created_at)
+    assert exact(stored_fields(entry)) == exact({"created_at": float(created_at)})
+    assert exact(round_trip(entry).created_at) == exact(float(created_at))
+    assigned = TokenEntry(**BARE)
+    assigned.created_at = created_at
+    assert exact(round_trip(assigned).created_at) == exact(float(created_at))
+    assert stored(assigned) == stored(entry)
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}, 0, 0.0, -0.0, False, 1, True], ids=repr)
+@pytest.mark.parametrize("name", ["", " ", "e", "note", "Model", "digest ", "rollout", "schema_version_"])
+def test_an_extra_is_stored_whatever_its_value(name: str, value: Any) -> None:
+    extra: dict[str, Any] = {name: value}
+    entry = TokenEntry(**BARE, **extra)
+    assert exact(stored_fields(entry)) == exact({"created_at": 0.0, **extra})
+    assert exact_dump(round_trip(entry)) == exact_dump(entry)
+    assert digest_of(entry) != digest_of(TokenEntry(**BARE))
+
+
+def test_no_record_repeats_what_its_name_says() -> None:
+    record = encode(sample_entry("some-rollout", "some-call")).record
+    assert b"some-rollout" not in record
+    assert b"some-call" not in record
+
+
+class OpenEntry(TokenEntry):
+    """Takes output items as they come."""
+
+    output_items: Any = None
+
+
+@pytest.mark.parametrize("entry_type", [*ENTRY_CLASSES, OpenEntry])
+def test_entries_with_the_same_value_left_out_share_nothing(
+    entry_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "_OMITTED_VALUES", deepcopy(codec._OMITTED_VALUES))
+    first, second = (round_trip(TokenEntry(**BARE), entry_type) for _ in range(2))
+    first.output_items.append({"changed": True})
+    assert second.output_items == []
+    assert exact_dump(round_trip(TokenEntry(**BARE))) == exact_dump(TokenEntry(**BARE))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({name: value} for name, value in OMITTED.items()),
+        *({"rollout_id": "rollout"}, {"model_call_id": "call"}),
+        *({"rollout_id": "other"}, {"model_call_id": "other"}, {"model": "other"}, {"prefix_supplied": True}),
+    ],
+    ids=repr,
+)
+def test_a_field_added_to_a_stored_record_is_never_an_entry(more: dict[str, Any]) -> None:
+    encoded = encode(TokenEntry(**BARE))
+    fields = msgpack.unpackb(encoded.record)
+    with pytest.raises(CorruptRecordError, match="'call' of rollout rollout"):
+        decode(msgpack.packb(fields | {"e": fields["e"] | more}), encoded.seal, of=encoded)
+
+
+@pytest.mark.parametrize("name", ["created_at", "model", "output_items", "token_item_index", "response_id"])
+def test_a_field_taken_from_a_stored_record_is_never_an_entry(name: str) -> None:
+    encoded = encode(sample_entry())
+    fields = msgpack.unpackb(encoded.record)
+    left = {other: value for other, value in fields["e"].items() if other != name}
+    assert left != fields["e"]
+    with pytest.raises(CorruptRecordError, match="'call' of rollout rollout"):
+        decode(msgpack.packb(fields | {"e": left}), encoded.seal, of=encoded)
 
 
 # The same content, whatever carries it
@@ -225,7 +414,7 @@ def test_earlier_sequences_change_nothing(ids: list[int], earlier: list[list[int
         encode(sample_entry(prompt_token_ids=other)).sequence for other in [*earlier, ids[:keep], ids * 2]
     ]
     encoded = codec.encode(entry, max_record_bytes=NO_LIMIT, earlier=known)
-    assert (encoded.digest, encoded.record, encoded.sequence.blocks_from(0)) == stored(entry)
+    assert (encoded.seal, encoded.record, encoded.sequence.blocks_from(0)) == stored(entry)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -236,7 +425,7 @@ def test_the_order_of_dict_keys_does_not_matter(nested: bool) -> None:
         assert digest_with(routed_experts=one) == digest_with(routed_experts=other)
     else:
         digests = {
-            encode(TokenEntry(**fields)).digest
+            digest_of(TokenEntry(**fields))
             for fields in (SMALL | {"x": 1, "y": 2}, {"y": 2, "x": 1} | dict(reversed(SMALL.items())))
         }
         assert len(digests) == 1
@@ -245,7 +434,7 @@ def test_the_order_of_dict_keys_does_not_matter(nested: bool) -> None:
 def test_an_assigned_value_is_the_same_content_as_a_validated_one() -> None:
     assigned = sample_entry()
     assigned.created_at = 5
-    assert encode(assigned).digest == encode(sample_entry(created_at=5.0)).digest
+    assert stored(assigned) == stored(sample_entry(created_at=5.0))
 
 
 # Other content
@@ -305,7 +494,7 @@ def test_other_content_has_another_digest(changes: dict[str, Any]) -> None:
     ],
 )
 def test_values_that_only_look_equal_have_different_digests(one: Any, other: Any) -> None:
-    digests = {encode(sample_entry(extra=value)).digest for value in (one, other)}
+    digests = {digest_of(sample_entry(extra=value)) for value in (one, other)}
     assert len(digests) == 2
     experts = {digest_with(routed_experts={"value": value}) for value in (one, other)}
     assert len(experts) == 2
@@ -318,7 +507,7 @@ def test_two_entries_have_one_digest_exactly_if_they_are_equal(
 ) -> None:
     first, second = TokenEntry(**one), TokenEntry(**other)
     same = exact_dump(first) == exact_dump(second)
-    assert (encode(first).digest == encode(second).digest) == same
+    assert (digest_of(first) == digest_of(second)) == same
 
 
 # Size
@@ -501,9 +690,24 @@ other_shapes = st.recursive(
 )
 
 
+def resealed(encoded: codec.EncodedRecord, record: bytes) -> bytes:
+    """A seal that fits other bytes, as only this package can make it."""
+    digest = encoded.seal[: codec.DIGEST_BYTES]
+    return codec._sealed(encoded.rollout_id, encoded.model_call_id, digest, record)
+
+
+def error_or_none(record: bytes, seal: bytes, encoded: codec.EncodedRecord) -> Any:
+    """What the error is about that these bytes are read with; None for an entry, whatever it holds."""
+    try:
+        decode(record, seal, of=encoded)
+    except CorruptRecordError as error:
+        return error.rollout_id, error.model_call_id
+    return None
+
+
 def is_harmless_or_noticed(record: bytes, encoded: codec.EncodedRecord, original: Any) -> bool:
     try:
-        back = decode(record, encoded.digest, of=encoded)
+        back = decode(record, encoded.seal, of=encoded)
     except CorruptRecordError as error:
         return (error.rollout_id, error.model_call_id) == ("rollout", "call")
     return bool(exact_dump(back) == original)
@@ -529,20 +733,20 @@ def test_no_truncation_becomes_an_entry(fields: dict[str, Any]) -> None:
     encoded = encode(sample_entry(**fields))
     for size in range(len(encoded.record)):
         with pytest.raises(CorruptRecordError, match="'call' of rollout rollout"):
-            decode(encoded.record[:size], encoded.digest, of=encoded)
+            decode(encoded.record[:size], encoded.seal, of=encoded)
 
 
-@pytest.mark.parametrize("size", [0, 1, 31, 33, 64])
-def test_no_truncated_or_lengthened_digest_fits(size: int) -> None:
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 47, 49, 64, 80, 96])
+def test_no_truncated_or_lengthened_seal_fits(size: int) -> None:
     encoded = encode(sample_entry())
     with pytest.raises(CorruptRecordError):
-        decode(encoded.record, (encoded.digest * 2)[:size], of=encoded)
+        decode(encoded.record, (encoded.seal * 2)[:size], of=encoded)
 
 
-def test_no_flipped_bit_of_the_digest_fits() -> None:
+def test_no_flipped_bit_of_the_seal_fits() -> None:
     encoded = encode(sample_entry())
-    for bit in range(8 * codec.DIGEST_BYTES):
-        flipped = bytearray(encoded.digest)
+    for bit in range(8 * (codec.DIGEST_BYTES + codec.CHECK_BYTES)):
+        flipped = bytearray(encoded.seal)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CorruptRecordError):
             decode(encoded.record, bytes(flipped), of=encoded)
@@ -553,7 +757,7 @@ def test_no_flipped_bit_of_the_digest_fits() -> None:
 def test_garbage_is_never_an_entry(garbage: bytes) -> None:
     encoded = encode(sample_entry())
     with pytest.raises(CorruptRecordError):
-        decode(garbage, encoded.digest, of=encoded)
+        decode(garbage, encoded.seal, of=encoded)
 
 
 @unhurried
@@ -561,7 +765,7 @@ def test_garbage_is_never_an_entry(garbage: bytes) -> None:
 def test_well_formed_msgpack_of_another_shape_is_never_an_entry(value: Any) -> None:
     encoded = encode(sample_entry())
     with pytest.raises(CorruptRecordError):
-        decode(msgpack.packb(value), encoded.digest, of=encoded)
+        decode(msgpack.packb(value), encoded.seal, of=encoded)
 
 
 @pytest.mark.parametrize("part", ["v", "e", "c", "t", "p", "l", "x"])
@@ -602,7 +806,28 @@ def test_a_part_of_another_type_is_never_an_entry(part: str, value: Any) -> None
         assert is_harmless_or_noticed(msgpack.packb(fields), encoded, exact_dump(sample_entry()))
         return
     with pytest.raises(CorruptRecordError):
-        decode(msgpack.packb(fields), encoded.digest, of=encoded)
+        decode(msgpack.packb(fields), encoded.seal, of=encoded)
+
+
+@pytest.mark.parametrize("part", ["v", "e", "c", "t", "p", "l", "x"])
+@unhurried
+@given(value=other_shapes | st.just({}) | st.just([b"u1", b""]) | st.just(["u1", "text"]) | st.just([]))
+def test_a_part_of_another_shape_under_a_fitting_seal_is_an_error_of_ours_or_read(
+    part: str, value: Any
+) -> None:
+    """The seal vouches for what this package wrote; another program may have sealed anything."""
+    encoded = encode(sample_entry(**LONG))
+    forged = msgpack.packb(msgpack.unpackb(encoded.record) | {part: value})
+    assert error_or_none(forged, resealed(encoded, forged), encoded) in (None, ("rollout", "call"))
+
+
+@unhurried
+@given(value=other_shapes)
+def test_msgpack_of_any_shape_under_a_fitting_seal_is_an_error_of_ours(value: Any) -> None:
+    encoded = encode(sample_entry())
+    forged = msgpack.packb(value)
+    with pytest.raises(CorruptRecordError, match="'call' of rollout rollout"):
+        decode(forged, resealed(encoded, forged), of=encoded)
 
 
 @pytest.mark.parametrize("value", [0, False, "", b"", [], {}, [b""], [None]], ids=repr)
@@ -610,7 +835,7 @@ def test_something_empty_in_place_of_no_experts_is_never_an_entry(value: Any) ->
     encoded = encode(sample_entry(routed_experts=None))
     fields = msgpack.unpackb(encoded.record) | {"x": value}
     with pytest.raises(CorruptRecordError, match="'call' of rollout rollout"):
-        decode(msgpack.packb(fields), encoded.digest, of=encoded)
+        decode(msgpack.packb(fields), encoded.seal, of=encoded)
 
 
 @pytest.mark.parametrize("value", [0, False, "", b"", [], {}, [None]], ids=repr)
@@ -618,7 +843,7 @@ def test_something_empty_in_place_of_no_experts_does_not_match_the_digest(value:
     encoded = encode(sample_entry(routed_experts=None))
     forged = msgpack.packb(msgpack.unpackb(encoded.record) | {"x": value})
     with pytest.raises(CorruptRecordError, match="'call' of rollout rollout"):
-        codec.parse(forged, encoded.digest, rollout_id="rollout", model_call_id="call")
+        codec.parse(forged, encoded.seal, rollout_id="rollout", model_call_id="call")
 
 
 @pytest.mark.parametrize(
@@ -629,19 +854,19 @@ def test_a_record_that_points_to_another_stored_block_is_never_an_entry(others: 
     other = encode(sample_entry(prompt_token_ids=others)).sequence
     forged = msgpack.packb(msgpack.unpackb(encoded.record) | {"c": other.end})
     with pytest.raises(CorruptRecordError, match="'call' of rollout rollout"):
-        decode(forged, encoded.digest, of=encoded, beside=(other,))
+        decode(forged, encoded.seal, of=encoded, beside=(other,))
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_record_whose_blocks_are_not_all_there_is_never_an_entry(missing: int) -> None:
     encoded = encode(sample_entry(**LONG))
     about: Any = {"rollout_id": "rollout", "model_call_id": "call"}
-    parsed = codec.parse(encoded.record, encoded.digest, **about)
+    parsed = codec.parse(encoded.record, encoded.seal, **about)
     tree = BlockTree()
     for name, value in encoded.sequence.blocks_from(0)[:missing]:
         tree.add_block(name, value)
     with pytest.raises(CorruptRecordError, match=r"token blocks.*missing.*'call' of rollout rollout"):
-        codec.build(parsed, tree, TokenEntry)
+        codec.build(parsed, tree, parts_of(encoded), TokenEntry)
 
 
 @pytest.mark.parametrize("arrays", [False, True])
@@ -649,9 +874,9 @@ def test_a_record_is_never_built_from_another_prefix(*, arrays: bool) -> None:
     encoded = encode(sample_entry(**LONG))
     other = encode(sample_entry(prompt_token_ids=random_ids(600, seed=1)))
     about: Any = {"rollout_id": "rollout", "model_call_id": "call"}
-    parsed = codec.parse(encoded.record, encoded.digest, **about)
+    parsed = codec.parse(encoded.record, encoded.seal, **about)
     with pytest.raises(CorruptRecordError):
-        codec.build(parsed, tree_of(other.sequence), TokenEntry, arrays=arrays)
+        codec.build(parsed, tree_of(other.sequence), parts_of(encoded), TokenEntry, arrays=arrays)
 
 
 @pytest.mark.parametrize(
@@ -680,15 +905,15 @@ def test_bytes_crafted_to_look_the_same_to_the_digest_are_noticed(
 def test_a_record_under_the_name_of_another_is_noticed(rollout_id: str, model_call_id: str) -> None:
     encoded = encode(sample_entry())
     with pytest.raises(CorruptRecordError, match=f"'{model_call_id}' of rollout {rollout_id}"):
-        codec.parse(encoded.record, encoded.digest, rollout_id=rollout_id, model_call_id=model_call_id)
+        codec.parse(encoded.record, encoded.seal, rollout_id=rollout_id, model_call_id=model_call_id)
 
 
 def test_a_record_of_a_newer_schema_asks_to_upgrade_the_reader() -> None:
     encoded = encode(sample_entry())
-    parts = codec._Parts.unpacked(encoded.record)
-    parts.small_fields["schema_version"] = 2
+    content = codec._Content.unpacked(encoded.record)
+    content.fields["schema_version"] = 2
     with pytest.raises(UnsupportedFormatError, match=r"schema_version 2.*upgrade the reader"):
-        decode(parts.packed(), parts.digest(), of=encoded)
+        decode(record := content.packed(), resealed(encoded, record), of=encoded)
 
 
 @unhurried
@@ -746,10 +971,10 @@ def test_a_refusal_of_another_call_or_code_is_not_taken_for_this_one() -> None:
     [
         ({}, True),
         ({"routed_experts": None}, False),
-        ({"routed_experts": None, "prompt_token_ids": range(codec.LARGE_TOKENS)}, True),
+        ({"routed_experts": None, "prompt_token_ids": [0] * codec.LARGE_TOKENS}, True),
         ({"routed_experts": None, "prompt_token_ids": None}, False),
     ],
     ids=["experts", "small", "long", "invalid"],
 )
 def test_only_large_records_go_to_a_thread(changes: dict[str, Any], large: bool) -> None:
-    assert codec.is_large(sample_entry().model_copy(update=changes)) is large
+    assert codec.take(sample_entry().model_copy(update=changes)).is_large is large

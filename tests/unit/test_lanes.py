@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis import lanes as lanes_module
 from gym_capture_redis.connection import EmbeddedLease
 from gym_capture_redis.errors import BackendUnavailableError
-from gym_capture_redis.lanes import MAX_BATCH_BYTES, MAX_BATCH_CALLS, Lanes
-from gym_capture_redis.scripts import Call, Reply, Step, peek
+from gym_capture_redis.lanes import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_CALLS,
+    MAX_JOINED_BYTES,
+    MIN_SHARE_CALLS,
+    Job,
+    Lanes,
+    _groups,
+)
+from gym_capture_redis.scripts import Call, Reply, Step, delete, peek
 from gym_capture_redis.settings import SinkSettings
 
 PATIENCE_S = 30.0
@@ -25,6 +35,8 @@ class Server:
 
     def __init__(self) -> None:
         self.batches: list[list[bytes]] = []
+        self.scripts: list[list[tuple[str, list[bytes]]]] = []
+        self.errors: dict[bytes, Any] = {}
         self.begun = asyncio.Semaphore(0)
         self.closed_links = 0
         self.silent_links = 0
@@ -36,6 +48,13 @@ class Server:
         self.silent_links -= silent
         return Link(self, silent=silent)
 
+    def answer(self, keys: list[bytes]) -> Any:
+        """What a script call with these keys is answered: an error of all of them, or a reply for each."""
+        for key in keys:
+            if isinstance(self.errors.get(key), Exception):
+                return self.errors[key]
+        return [self.errors.get(key, [b"OK", b"incarnation", 1, 1, key]) for key in keys]
+
 
 class Link:
     flagged = True
@@ -46,13 +65,16 @@ class Link:
         self._silent = silent
 
     async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        keys = [command[3] for command in commands]
-        self._server.batches.append(keys)
+        groups = [[bytes(key) for key in command[3 : 3 + command[2]]] for command in commands]
+        self._server.batches.append([key for keys in groups for key in keys])
+        self._server.scripts.append(
+            [(command[0], keys) for command, keys in zip(commands, groups, strict=True)]
+        )
         self._server.begun.release()
         if self._silent:
             await asyncio.Event().wait()
         await self._server.open.wait()
-        return [[b"OK", b"incarnation", 1, 1, key] for key in keys]
+        return [self._server.answer(keys) for keys in groups]
 
     async def close(self) -> None:
         self._server.closed_links += 1
@@ -74,9 +96,9 @@ async def lanes(server: Server) -> AsyncIterator[Lanes]:
     await made.close()
 
 
-def submit(lanes: Lanes, call: Call) -> asyncio.Future[Reply]:
+def submit(lanes: Lanes, call: Call, *, by_source: bool = False) -> asyncio.Future[Reply]:
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    return lanes.submit(call, by_source=False, deadline=deadline)
+    return lanes.submit(call, by_source=by_source, deadline=deadline)
 
 
 def calls(count: int) -> list[Call]:
@@ -99,7 +121,10 @@ async def test_every_caller_gets_its_own_answer(lanes: Lanes, server: Server, co
 
 async def test_what_waits_is_sent_in_few_pipelines(lanes: Lanes, server: Server) -> None:
     await answers([submit(lanes, call) for call in calls(4 * MAX_BATCH_CALLS)])
-    assert [len(batch) for batch in server.batches] == [MAX_BATCH_CALLS] * 4
+    sizes = [len(batch) for batch in server.batches]
+    assert sizes[:3] == [MAX_BATCH_CALLS] * 3, "a share is never so small that the queue grows"
+    assert len(sizes) <= 3 + MAX_BATCH_CALLS // MIN_SHARE_CALLS
+    assert all(len(scripts) == 1 for scripts in server.scripts)
 
 
 async def test_a_pipeline_ends_with_the_job_that_fills_it(lanes: Lanes, server: Server) -> None:
@@ -142,6 +167,152 @@ async def test_a_lane_cancelled_by_another_hand_takes_no_job_with_it(lanes: Lane
     await asyncio.sleep(0)
     lanes._tasks[0].cancel()  # its wait is over at once, the task itself ends in the next step of the loop
     assert await answers([submit(lanes, call) for call in calls(3)]) == [call.key for call in calls(3)]
+
+
+# Groups: what one script call holds
+
+
+def job(call: Call, *, by_source: bool = False) -> Job:
+    return Job(call, by_source, deadline=0.0, reply=asyncio.get_running_loop().create_future())
+
+
+def put_of(nbytes: int, key: bytes = b"put") -> Call:
+    return Call(Step.PUT, key, (bytes(nbytes),))
+
+
+async def test_calls_of_one_step_join_in_the_order_they_came() -> None:
+    jobs = [
+        job(call) for call in (peek(b"1"), put_of(5), peek(b"2"), delete(b"3", incarnation=""), peek(b"1"))
+    ]
+    peeks, puts, deletes = _groups(jobs)
+    assert (peeks, puts, deletes) == ([jobs[0], jobs[2], jobs[4]], [jobs[1]], [jobs[3]])
+
+
+@pytest.mark.parametrize("step", Step)
+async def test_every_step_joins_others_of_its_kind_unless_it_may_take_long(step: Step) -> None:
+    jobs = [job(Call(step, b"%d" % number, ())) for number in range(3)]
+    alone = step in (Step.FREEZE, Step.READ)
+    assert _groups(jobs) == ([[each] for each in jobs] if alone else [jobs])
+
+
+async def test_a_large_call_is_alone_and_those_around_it_join() -> None:
+    sizes = (1, MAX_JOINED_BYTES + 1, MAX_JOINED_BYTES, 2 * MAX_JOINED_BYTES, 2)
+    jobs = [job(put_of(size)) for size in sizes]
+    assert _groups(jobs) == [[jobs[0], jobs[2], jobs[4]], [jobs[1]], [jobs[3]]]
+
+
+async def test_calls_sent_by_source_join_each_other_only() -> None:
+    jobs = [job(peek(b"%d" % number), by_source=number % 2 == 1) for number in range(5)]
+    assert _groups(jobs) == [[jobs[0], jobs[2], jobs[4]], [jobs[1], jobs[3]]]
+
+
+async def test_no_job_is_in_two_groups_or_in_none() -> None:
+    steps = random.Random(3).choices([Step.PUT, Step.BEGIN, Step.FREEZE, Step.READ, Step.MARK], k=64)
+    jobs = [job(Call(step, b"%d" % number, ())) for number, step in enumerate(steps)]
+    groups = _groups(jobs)
+    assert sorted(jobs.index(each) for group in groups for each in group) == list(range(64))
+    assert all(group == sorted(group, key=jobs.index) for group in groups)
+    assert len(groups) == 3 + steps.count(Step.FREEZE) + steps.count(Step.READ)
+
+
+async def test_nothing_makes_no_group() -> None:
+    assert _groups([]) == []
+
+
+async def test_a_batch_is_sent_as_one_script_call_for_each_group(lanes: Lanes, server: Server) -> None:
+    large = put_of(MAX_JOINED_BYTES + 1, b"large")
+    submitted = [put_of(1, b"1"), large, peek(b"2"), put_of(1, b"3"), peek(b"4")]
+    assert await answers([submit(lanes, call) for call in submitted]) == [call.key for call in submitted]
+    assert server.scripts == [
+        [("EVALSHA", [b"1", b"3"]), ("EVALSHA", [b"large"]), ("EVALSHA", [b"2", b"4"])],
+    ]
+
+
+async def test_callers_whose_script_is_sent_by_source_get_their_own_answers(
+    lanes: Lanes, server: Server
+) -> None:
+    futures = [submit(lanes, call, by_source=number > 1) for number, call in enumerate(calls(4))]
+    assert await answers(futures) == [b"key 0", b"key 1", b"key 2", b"key 3"]
+    assert server.scripts == [[("EVALSHA", [b"key 0", b"key 1"]), ("EVAL", [b"key 2", b"key 3"])]]
+
+
+async def test_an_error_of_one_entry_is_told_to_its_own_caller_only(lanes: Lanes, server: Server) -> None:
+    server.errors[b"key 1"] = [b"ERROR", b"CORRUPT the state of the rollout is unreadable"]
+    futures = [submit(lanes, call) for call in calls(3)]
+    outcomes = await asyncio.gather(*futures, return_exceptions=True)
+    assert [str(outcome) for outcome in outcomes[1:2]] == ["CORRUPT the state of the rollout is unreadable"]
+    assert isinstance(outcomes[1], ResponseError)
+    assert await answers([futures[0], futures[2]]) == [b"key 0", b"key 2"]
+    assert server.closed_links == 0
+
+
+async def test_an_error_of_a_script_call_is_told_to_all_in_it_and_to_no_other(
+    lanes: Lanes, server: Server
+) -> None:
+    server.errors[b"key 1"] = NoScriptError("no matching script")
+    outcomes = await asyncio.gather(
+        *(submit(lanes, call) for call in (*calls(3), put_of(1, b"put"))), return_exceptions=True
+    )
+    assert [type(outcome) for outcome in outcomes] == [NoScriptError] * 3 + [Reply]
+    assert server.closed_links == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(None, 5, b"OK", [], [b"OK"], [b"ERROR"], [b"ERROR", 5], [b"ERROR", None]),
+        *([b"ERROR", b"CORRUPT", b"more"], [b"OK", b"a", b"x", 1], [5, b"a", 1, 1], [b"OK", None, 1, 1]),
+    ],
+    ids=repr,
+)
+async def test_a_reply_of_unknown_form_costs_the_connection_and_may_be_asked_for_again(
+    lanes: Lanes, server: Server, wrong: Any
+) -> None:
+    server.errors[b"key 1"] = wrong
+    outcomes = await asyncio.gather(*(submit(lanes, call) for call in calls(3)), return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {InvalidResponse}
+    assert server.closed_links == 1
+    server.errors.clear()
+    assert await answers([submit(lanes, call) for call in calls(3)]) == [b"key 0", b"key 1", b"key 2"]
+
+
+# Shares: a free lane leaves something for the others
+
+
+@pytest.mark.parametrize(
+    ("waiting", "first"),
+    [
+        *((1, 1), (MIN_SHARE_CALLS, MIN_SHARE_CALLS), (MIN_SHARE_CALLS + 1, MIN_SHARE_CALLS)),
+        *((2 * MIN_SHARE_CALLS, MIN_SHARE_CALLS), (40, 20), (41, 21), (500, MAX_BATCH_CALLS)),
+    ],
+)
+async def test_a_lane_takes_its_share_and_leaves_the_rest_to_the_other(
+    lanes: Lanes, server: Server, waiting: int, first: int
+) -> None:
+    server.open.clear()
+    futures = [submit(lanes, call) for call in calls(waiting)]
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(min(LANES, 1 + (waiting > first))):
+            await server.begun.acquire()
+    sent = [len(batch) for batch in server.batches]
+    assert sent == [first, min(waiting - first, MAX_BATCH_CALLS)][: len(sent)]
+    server.open.set()
+    assert await answers(futures) == [call.key for call in calls(waiting)]
+
+
+async def test_the_last_free_lane_takes_all_that_waits(lanes: Lanes, server: Server) -> None:
+    server.open.clear()
+    busy = submit(lanes, peek(b"busy"))
+    async with asyncio.timeout(PATIENCE_S):
+        await server.begun.acquire()
+        futures = [submit(lanes, call) for call in calls(40)]
+        await server.begun.acquire()
+    assert [len(batch) for batch in server.batches] == [1, 40]
+    server.open.set()
+    assert await answers([busy, *futures]) == [b"busy", *(call.key for call in calls(40))]
+
+
+# Closing
 
 
 async def test_closing_answers_what_waits_and_refuses_what_comes_later(lanes: Lanes, server: Server) -> None:

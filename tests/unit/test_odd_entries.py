@@ -130,7 +130,7 @@ def test_extra_fields_that_would_be_read_back_otherwise_are_refused_or_become_js
         assert str(refusal_of(entry))
         return
     same = encode(changed(note=dumped), max_record_bytes=LIMIT)
-    assert record.digest == same.digest
+    assert record.seal == same.seal
 
 
 @pytest.mark.parametrize("log_probs", [[-0.5], [-0.5, -0.1, -0.2], []])

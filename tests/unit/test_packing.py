@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 from support.sample_entries import exact, finite_floats, token_ids
+from support.sequences import id_array
 
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.packing import (
     MAX_ID,
     Packed,
-    id_array,
+    joined_ids,
     pack_integers,
     pack_log_probs,
+    pack_rows,
     unpack_integers,
     unpack_log_probs,
 )
@@ -108,26 +110,144 @@ def test_integers_with_a_part_of_an_element_are_refused(kind: str) -> None:
             assert unpack_integers(Packed(kind, b"\0" * size)).tolist() == [0] * (size // width)
 
 
+# Rows of a matrix
+
+ROW_LIMITS = (1, 2**8, 2**8 + 1, 2**16, 2**16 + 1, 2**24, 2**24 + 1, 2**32, 2**32 + 1, 2**63, 2**64)
+"""One more than the largest of a row: just what each type holds, and just too much for it."""
+
+
+@unhurried
+@given(
+    limits=st.lists(st.sampled_from(ROW_LIMITS), min_size=1, max_size=12),
+    width=st.integers(1, 300),
+    seed=st.integers(0, 10),
+    dtype=st.sampled_from(["<u4", "<u8", ">u8"]),
+)
+def test_rows_are_packed_as_each_would_be_alone(limits: list[int], width: int, seed: int, dtype: str) -> None:
+    random = np.random.default_rng(seed)
+    most = 2 ** (8 * np.dtype(dtype).itemsize)
+    rows = np.array(
+        [random.integers(0, min(limit, most) - 1, width, np.uint64, endpoint=True) for limit in limits]
+    )
+    rows[:, random.integers(width)] = [min(limit, most) - 1 for limit in limits]
+    rows = rows.astype(dtype)
+    assert pack_rows(rows) == [pack_integers(row) for row in rows]
+    for row, packed in zip(rows, pack_rows(rows), strict=True):
+        assert unpack_integers(packed).tolist() == row.tolist()
+
+
+def test_a_wide_row_does_not_widen_the_others_in_whatever_order() -> None:
+    largest = [limit - 1 for limit in ROW_LIMITS]
+    for order in (largest, largest[::-1]):
+        rows = np.zeros((len(order), 5), np.uint64)
+        rows[:, 3] = order
+        assert [packed.type for packed in pack_rows(rows)] == [
+            pack_integers(np.array([0, most], np.uint64)).type for most in order
+        ]
+
+
+def test_rows_of_a_slice_are_packed_as_those_of_a_copy() -> None:
+    wide = np.arange(6 * 512, dtype=np.uint32).reshape(6, 512) * 5_000
+    for rows in (wide[::2], wide[:, :256], wide[:, ::2]):
+        assert pack_rows(rows) == pack_rows(rows.copy())
+
+
 # Token ids
 
 
 @unhurried
 @given(ids=st.lists(token_ids, max_size=8))
 def test_ids_have_one_array_in_whatever_sequence_they_come(ids: list[int]) -> None:
-    expected = id_array("ids", ids)
+    expected = id_array(ids)
     assert expected.dtype == ("<u8" if max(ids, default=0) >= 2**32 else "<u4")
     assert expected.tolist() == ids
     wide = np.array(ids, np.uint64)
     carriers: list[Any] = [tuple(ids), wide, wide.astype(">i8"), np.repeat(wide, 2)[::2]]
     for carrier in carriers:
-        array = id_array("ids", carrier)
+        array = id_array(carrier)
         assert (array.dtype, array.tolist()) == (expected.dtype, ids)
 
 
 @pytest.mark.parametrize("ids", [[0], [MAX_ID], [0, MAX_ID], []])
 @pytest.mark.parametrize("carrier", [list, lambda ids: np.array(ids, np.uint64)])
 def test_ids_at_the_ends_of_their_range_are_taken(ids: list[int], carrier: Any) -> None:
-    assert id_array("ids", carrier(ids)).tolist() == ids
+    assert id_array(carrier(ids)).tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([np.int64(5), 6, np.uint8(7)], [5, 6, 7]),
+        ([np.uint64(2**32 - 1), np.int8(0)], [2**32 - 1, 0]),
+        ([np.uint64(2**32), 1], [2**32, 1]),
+        ([1, np.int64(MAX_ID)], [1, MAX_ID]),
+        ([True, False, 2], [1, 0, 2]),
+        ([True, 2**40], [1, 2**40]),
+        ((0, 2**32, 2**32 - 1), [0, 2**32, 2**32 - 1]),
+        ([*range(300), 2**32], [*range(300), 2**32]),
+    ],
+    ids=repr,
+)
+def test_integers_of_any_class_in_a_list_are_ids(ids: Any, expected: list[int]) -> None:
+    array = id_array(ids)
+    assert array.dtype == ("<u8" if max(expected) >= 2**32 else "<u4")
+    assert array.tolist() == expected
+    assert id_array(tuple(ids)).tolist() == expected
+
+
+@unhurried
+@given(prompt=st.lists(token_ids, max_size=6), generation=st.lists(token_ids, max_size=6))
+@pytest.mark.parametrize("carriers", [(list, list), (tuple, list), (list, np.array), (np.array, tuple)])
+def test_prompt_and_generation_are_joined_in_one_array_wide_enough_for_both(
+    carriers: tuple[Any, Any], prompt: list[int], generation: list[int]
+) -> None:
+    carried = [
+        carrier(ids, np.uint64) if carrier is np.array else carrier(ids)
+        for carrier, ids in zip(carriers, (prompt, generation), strict=True)
+    ]
+    array, prompt_length = joined_ids(*carried)
+    assert (array.tolist(), prompt_length) == (prompt + generation, len(prompt))
+    assert array.dtype == ("<u8" if max(prompt + generation, default=0) >= 2**32 else "<u4")
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**63, 1.0, None, "1"])
+def test_the_field_that_is_wrong_is_named_and_no_other(wrong: Any) -> None:
+    for right in ([1, 2], [2**40], []):
+        with pytest.raises(InvalidRecordError, match="prompt_token_ids"):
+            joined_ids([1, wrong], right)
+        with pytest.raises(InvalidRecordError, match="generation_token_ids"):
+            joined_ids(right, [1, wrong])
+
+
+def test_ids_taken_from_a_list_do_not_change_with_it() -> None:
+    for largest in (5, 2**40):
+        ids = [1, largest]
+        array = id_array(ids)
+        ids[0] = 9
+        assert array.tolist() == [1, largest]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        *(
+            [np.int64(-1)],
+            [0, -(2**31)],
+            [-(2**63)],
+            [-(2**64)],
+            [2**40, -1],
+            [-1, 2**40],
+            [np.int8(-1), 300],
+        ),
+        *([np.uint64(2**63)], [np.uint64(2**64 - 1), 1], [1, 2**63], [2**400], [-(2**400)], [2**32, 2**64]),
+        *([np.bool_(1)], [np.float64(1)], [1, 1.0], [2**40, 1.0], [1, None], [2**40, "1"], [b"1"], [1j]),
+        *((-1,), (1.0,), (2**63,), [(1,)], [object()], [np.array([1, 2])], range(3), bytearray(b"12")),
+    ],
+    ids=lambda ids: repr(ids)[:40],
+)
+def test_a_list_with_anything_else_is_refused_and_the_field_is_named(ids: Any) -> None:
+    with pytest.raises(InvalidRecordError, match="generation_token_ids"):
+        joined_ids([], ids)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +262,7 @@ def test_ids_at_the_ends_of_their_range_are_taken(ids: list[int], carrier: Any) 
 )
 def test_what_is_no_list_of_ids_is_refused_and_the_field_is_named(ids: Any) -> None:
     with pytest.raises(InvalidRecordError, match="prompt_token_ids"):
-        id_array("prompt_token_ids", ids)
+        joined_ids(ids, [])
 
 
 # Log probabilities
