@@ -79,8 +79,7 @@ class Executor:
         by_source, longest_pause_s, last = False, _FIRST_PAUSE_S / 2, None
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
-                    return await lanes.submit(call, by_source=by_source, deadline=deadline)
+                return await _until(deadline, lanes.submit(call, by_source=by_source, deadline=deadline))
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
                 if isinstance(error, TimeoutError):
                     raise self._too_late(f"{self._server} gave no answer", subject, last) from (last or error)
@@ -146,6 +145,20 @@ class Executor:
             rollout_id=subject.rollout_id,
             model_call_id=subject.model_call_id,
         )
+
+
+async def _until(deadline: float, reply: asyncio.Future[Reply]) -> Reply:
+    """The reply, or a TimeoutError at ``deadline``: less than ``asyncio.timeout_at`` does, in half the time."""
+    timer = reply.get_loop().call_at(deadline, _expire, reply)
+    try:
+        return await reply
+    finally:
+        timer.cancel()
+
+
+def _expire(reply: asyncio.Future[Reply]) -> None:
+    if not reply.done():
+        reply.set_exception(TimeoutError())
 
 
 class PerLoop:

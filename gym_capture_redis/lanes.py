@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from redis.exceptions import InvalidResponse
 from redis.exceptions import TimeoutError as NoReplyError
@@ -73,7 +72,6 @@ class Lanes:
                 for number in range(self._count)
             ]
         reply: asyncio.Future[Reply] = loop.create_future()
-        reply.add_done_callback(_retrieve)
         self._jobs.append(Job(call, by_source, deadline, reply))
         self._wake_one()
         return reply
@@ -203,9 +201,3 @@ def _fail(batch: Iterable[Job], error: BaseException) -> None:
     for job in batch:
         if not job.reply.done():
             job.reply.set_exception(error)
-
-
-def _retrieve(reply: asyncio.Future[Any]) -> None:
-    """Look at the outcome, so that asyncio does not report one whose caller was cancelled."""
-    if not reply.cancelled():
-        reply.exception()
