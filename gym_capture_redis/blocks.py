@@ -12,14 +12,14 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gym_capture_redis.packing import (
+    UNSIGNED,
     Array,
     Packed,
-    check_integers,
     pack_integers,
     pack_rows,
     unpack_integers,
@@ -35,8 +35,10 @@ NAME_BYTES = 16
 ROOT = b"\0" * NAME_BYTES
 """Stands for the empty prefix: the parent of a first block."""
 
-_TYPE_BYTES = 2
-_ID_BYTES = 4
+_KINDS = {name.encode("ascii"): name for name in UNSIGNED}
+_VALUE_HEAD = NAME_BYTES + 2
+"""Where the ids of a stored block begin: after the name of its parent and their type."""
+
 _NOTHING = np.empty(0, "<u4")
 _NO_TAIL = Packed("u1", b"")
 
@@ -110,9 +112,14 @@ class _Branch:
     blocks: list[Packed] = field(default_factory=list)
     tail: Packed = _NO_TAIL
 
-    @property
-    def length(self) -> int:
-        return len(self.blocks) * BLOCK_IDS
+    def goes_on(self, blocks: int, tail: Packed) -> bool:
+        """Whether these ids follow so many of its blocks."""
+        following = self.blocks[blocks] if blocks < len(self.blocks) else self.tail
+        if following.type == tail.type:
+            return following.raw.startswith(tail.raw)
+        ids = _signed(unpack_integers(tail))
+        here = self.ids[blocks * BLOCK_IDS :][: len(ids)]
+        return len(here) == len(ids) and bool((here == ids).all())
 
     @cached_property
     def ids(self) -> Array:
@@ -127,12 +134,11 @@ class _Branch:
         return listed
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a block ends: on which branch, after how many ids."""
+class _Place(NamedTuple):
+    """Where a block ends: on which branch, after how many blocks."""
 
     branch: _Branch
-    length: int
+    blocks: int
 
 
 class BlockTree:
@@ -155,19 +161,20 @@ class BlockTree:
             ValueError: the value is not the one with this name, or its parent is not here.
 
         """
-        kind = value[NAME_BYTES : NAME_BYTES + _TYPE_BYTES].decode("ascii")
-        packed = Packed(kind, value[NAME_BYTES + _TYPE_BYTES :])
-        check_integers(packed)
+        kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
         parent = self._places.get(value[:NAME_BYTES])
-        if _name(value) != name or packed.length != BLOCK_IDS or parent is None:
+        if kind is None or parent is None or _name(value) != name:
             raise ValueError("not the block of this name")
+        packed = Packed(kind, value[_VALUE_HEAD:])
+        if packed.length != BLOCK_IDS:
+            raise ValueError("a block of another length")
         if name not in self._places:
             self._places[name] = _grow(parent, packed)
 
     def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
         place = self._places.get(end)
-        if place is not None and place.length == place.branch.length:
+        if place is not None and place.blocks == len(place.branch.blocks):
             branch = place.branch
             if tail.length > branch.tail.length:
                 branch.tail = tail
@@ -182,38 +189,33 @@ class BlockTree:
 
         """
         place = self._places.get(end)
-        total = place.length + tail.length if place is not None else 0
+        total = place.blocks * BLOCK_IDS + tail.length if place is not None else 0
         if place is None or not 0 <= prompt_length <= total:
             raise ValueError("no such sequence")
-        branch, ids = place.branch, _signed_tail(tail)
-        here = branch.ids[place.length : total]
-        if len(here) == len(ids) and (here == ids).all():
+        branch = place.branch
+        if branch.goes_on(place.blocks, tail):
             whole: Any = branch.ids if arrays else branch.listed
-        else:  # another branch went on from here
-            whole = _signed(np.concatenate([branch.ids[: place.length], ids]))
+        else:
+            # Signed before they meet: beside an unsigned array numpy would take floats.
+            head = branch.ids[: place.blocks * BLOCK_IDS]
+            whole = _signed(np.concatenate([head, _signed(unpack_integers(tail))]))
             whole = whole if arrays else whole.tolist()
         return whole[:prompt_length], whole[prompt_length:total]
 
 
 def _grow(parent: _Place, packed: Packed) -> _Place:
     """Append to the parent's branch if that ends there, else begin one that repeats its prefix."""
-    branch = parent.branch
-    if branch.length != parent.length or not parent.length:
-        branch = _Branch(branch.blocks[: parent.length // BLOCK_IDS])
+    branch, blocks = parent
+    if not blocks or blocks != len(branch.blocks):
+        branch = _Branch(branch.blocks[:blocks])
     branch.blocks.append(packed)
     branch.tail = _NO_TAIL
-    return _Place(branch, branch.length)
+    return _Place(branch, blocks + 1)
 
 
 def _signed(ids: Array) -> Array:
     """As int32, or as int64 where any id needs it: what tensors are made of."""
     return ids.astype("i4" if not ids.size or int(ids.max()) < 2**31 else "i8")
-
-
-def _signed_tail(tail: Packed) -> Array:
-    ids = unpack_integers(tail)
-    # Signed before it meets others: beside an unsigned array numpy would take floats.
-    return ids.astype("i4") if int(tail.type[1]) < _ID_BYTES else _signed(ids)
 
 
 def _name(value: bytes) -> bytes:

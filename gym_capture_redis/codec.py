@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import msgpack
@@ -83,6 +84,9 @@ class EntryType(Protocol):
 
     def model_validate(self, obj: Any) -> Any:
         """Build one entry from a mapping of its fields."""
+
+    def __hash__(self) -> int:
+        """Tell classes apart, as every class does."""
 
 
 class EncodedRecord(NamedTuple):
@@ -463,7 +467,10 @@ def _copied(values: Any) -> Any:
 def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
     fields = parsed.small_fields
     try:
-        return entry_type.model_validate({**_omitted_by(entry_type), **fields, **_EMPTY_ARRAYS})
+        complete = _omitted_by(entry_type) | fields | _EMPTY_ARRAYS
+        if complete.get("output_items") == []:
+            complete["output_items"] = []  # one of its own: a class that declares less may keep it
+        return entry_type.model_validate(complete)
     except ValidationError as error:
         if fields.get("schema_version", 0) > SCHEMA_VERSION:
             raise UnsupportedFormatError(
@@ -478,15 +485,11 @@ def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str
         ) from None
 
 
-def _omitted_by(entry_type: EntryType) -> dict[str, Any]:
+@cache
+def _omitted_by(entry_type: Hashable) -> dict[str, Any]:
     """What records leave out and this class has: an older one may not know all fields."""
     known = getattr(entry_type, "model_fields", _OMITTED_VALUES)
-    # A list of its own for each entry: a class that declares less may keep the one it is given.
-    return {
-        name: [] if name == "output_items" else value
-        for name, value in _OMITTED_VALUES.items()
-        if name in known
-    }
+    return {name: value for name, value in _OMITTED_VALUES.items() if name in known}
 
 
 def _canonical_json(value: Any) -> bytes:

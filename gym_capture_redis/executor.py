@@ -148,7 +148,7 @@ class Executor:
 
 
 async def _until(deadline: float, reply: asyncio.Future[Reply]) -> Reply:
-    """The reply, or a TimeoutError at ``deadline``: less than ``asyncio.timeout_at`` does, in half the time."""
+    """The reply, or a TimeoutError at ``deadline``; half the work of ``asyncio.timeout_at``."""
     timer = reply.get_loop().call_at(deadline, _expire, reply)
     try:
         return await reply

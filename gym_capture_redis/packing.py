@@ -21,9 +21,9 @@ _NARROW_IDS = np.dtype("<u4")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_UNSIGNED = ("u1", "u2", "u3", "u4", "u8")
+UNSIGNED = ("u1", "u2", "u3", "u4", "u8")
 _SIGNED = ("i1", "i2", "i4", "i8")
-_INTEGERS = frozenset((*_UNSIGNED, *_SIGNED))
+_INTEGERS = frozenset((*UNSIGNED, *_SIGNED))
 _FLOATS = ("f4", "f8")
 _FLOAT_ARRAYS = ("<f2", "<f4", "<f8", ">f2", ">f4", ">f8")
 _REALS = (float, int, np.float16, np.float32, np.integer)
@@ -104,18 +104,18 @@ def _as_array(numbers: array[int]) -> Array:
 def pack_integers(numbers: Array) -> Packed:
     """Pack an integer array, of any shape and sign, in the narrowest type."""
     if not numbers.size:
-        return Packed(_UNSIGNED[0], b"")
+        return Packed(UNSIGNED[0], b"")
     low, high = 0 if numbers.dtype.kind == "u" else int(numbers.min()), int(numbers.max())
     if low < 0:
         name = _narrowest(_SIGNED, max(high.bit_length(), (-low - 1).bit_length()) + 1)
     else:
-        name = _narrowest(_UNSIGNED, high.bit_length())
+        name = _narrowest(UNSIGNED, high.bit_length())
     return Packed(name, _narrowed(numbers, name))
 
 
 def pack_rows(rows: Array) -> list[Packed]:
     """Pack each row of a matrix of unsigned integers, which is not empty, as ``pack_integers`` does."""
-    names = [_narrowest(_UNSIGNED, high.bit_length()) for high in rows.max(axis=1).tolist()]
+    names = [_narrowest(UNSIGNED, high.bit_length()) for high in rows.max(axis=1).tolist()]
     narrowed = {name: _narrowed(rows, name) for name in set(names)}
     packed = []
     for number, name in enumerate(names):
