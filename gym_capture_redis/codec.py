@@ -12,7 +12,7 @@ import json
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
 import numpy as np
@@ -84,9 +84,6 @@ class EntryType(Protocol):
 
     def model_validate(self, obj: Any) -> Any:
         """Build one entry from a mapping of its fields."""
-
-    def __hash__(self) -> int:
-        """Tell classes apart, as every class does."""
 
 
 class EncodedRecord(NamedTuple):
@@ -467,7 +464,7 @@ def _copied(values: Any) -> Any:
 def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
     fields = parsed.small_fields
     try:
-        complete = _omitted_by(entry_type) | fields | _EMPTY_ARRAYS
+        complete = _omitted_by(cast("Hashable", entry_type)) | fields | _EMPTY_ARRAYS
         if complete.get("output_items") == []:
             complete["output_items"] = []  # one of its own: a class that declares less may keep it
         return entry_type.model_validate(complete)
