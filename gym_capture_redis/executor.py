@@ -14,7 +14,7 @@ from gym_capture_redis.connection import EmbeddedLease
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError
 from gym_capture_redis.faults import explain, final_error, is_transient, is_unknown_script
 from gym_capture_redis.inflight import ByteBudget, Hold
-from gym_capture_redis.lanes import MAX_JOINED_BYTES, Lanes
+from gym_capture_redis.lanes import MAX_JOINED_BYTES, Lanes, closed_error
 from gym_capture_redis.scripts import Call, Reply
 from gym_capture_redis.settings import ConnectionSettings
 
@@ -58,6 +58,7 @@ class Executor:
         self._urgent_lane = Lanes(settings, self._embedded, count=1, name="urgent lane")
         self._budget = ByteBudget(settings.max_inflight_bytes)
         self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
 
     def deadline(self) -> float:
         """Loop time at which a call that begins now has to end."""
@@ -118,9 +119,11 @@ class Executor:
         """Do long work on a thread of this executor's own: the default ones may be taken by the user.
 
         Raises:
-            BackendUnavailableError: it did not end in time.
+            BackendUnavailableError: it did not end in time, or the client was closed.
 
         """
+        if self._closed:
+            raise closed_error()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="gym-capture-redis")
         try:
@@ -131,6 +134,7 @@ class Executor:
 
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
+        self._closed = True
         await asyncio.gather(self._lanes.close(), self._large_lanes.close(), self._urgent_lane.close())
         if self._threads is not None:
             self._threads.shutdown(wait=False)

@@ -64,7 +64,7 @@ class Lanes:
 
         """
         if self._closed:
-            raise BackendUnavailableError("the client was closed meanwhile")
+            raise closed_error()
         loop = asyncio.get_running_loop()
         if not self._tasks:
             self._tasks = [
@@ -82,7 +82,7 @@ class Lanes:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        _fail(self._jobs, BackendUnavailableError("the client was closed meanwhile"))
+        _fail(self._jobs, closed_error())
         self._jobs.clear()
 
     async def _run(self) -> None:
@@ -151,6 +151,11 @@ class Lanes:
         left_s = max(job.deadline for job in batch) - asyncio.get_running_loop().time()
         share_s = max(_SHORTEST_ATTEMPT_S, self._settings.timeout_s / _ATTEMPTS_IN_A_DEADLINE)
         return min(left_s, share_s + sum(job.call.nbytes for job in batch) / _SLOWEST_BYTES_PER_S)
+
+
+def closed_error() -> BackendUnavailableError:
+    """What is said to whoever comes after the client was closed, or waited when it was."""
+    return BackendUnavailableError("the client was closed meanwhile")
 
 
 async def _send(link: Link, batch: Sequence[Job]) -> None:

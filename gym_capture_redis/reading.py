@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -146,7 +146,7 @@ class ManyRollouts:
         self._finished: asyncio.Queue[tuple[FreezeOutcome, Hold] | Exception] = asyncio.Queue()
         self._outstanding = 0
 
-    async def outcomes(self) -> AsyncIterator[FreezeOutcome]:
+    async def outcomes(self) -> AsyncGenerator[FreezeOutcome, None]:
         """Each outcome once. Reading goes on while one is used, and ends when the iterator is closed."""
         try:
             self._start_more()

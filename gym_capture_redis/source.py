@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
 
 from gym_capture_redis import gym_compat, scripts
@@ -84,7 +84,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
 
     def freeze_many(
         self, rollout_ids: Iterable[str], *, arrays: bool = False, max_inflight_bytes: int | None = None
-    ) -> AsyncIterator[FreezeOutcome]:
+    ) -> AsyncGenerator[FreezeOutcome, None]:
         """Freeze many rollouts at once, and give the outcome of each as soon as it is there.
 
         Each id comes once, with its ``snapshot`` (as of ``freeze``, or with ``arrays`` as of
