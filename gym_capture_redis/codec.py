@@ -10,14 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
-import numpy as np
-from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticSerializationError
+from pydantic import ValidationError
 
 from gym_capture_redis.blocks import NAME_BYTES, BlockTree, TokenSequence, cut
 from gym_capture_redis.errors import (
@@ -26,7 +23,7 @@ from gym_capture_redis.errors import (
     RecordTooLargeError,
     UnsupportedFormatError,
 )
-from gym_capture_redis.experts import PLAIN, expert_bytes, pack_experts, unpack_experts
+from gym_capture_redis.experts import PLAIN, pack_experts, unpack_experts
 from gym_capture_redis.packing import (
     Array,
     Packed,
@@ -36,18 +33,14 @@ from gym_capture_redis.packing import (
     unpack_log_probs,
 )
 from gym_capture_redis.parts import PART_BYTES, PartStore, cut_parts
-from gym_capture_redis.records import SCHEMA_VERSION, TokenEntry
+from gym_capture_redis.records import SCHEMA_VERSION
+from gym_capture_redis.taking import EMPTY_ARRAYS, SUBJECT_FIELDS, TakenEntry, name_of, reason_of, take
 
 RECORD_FORMAT = 1
 DIGEST_BYTES = 32
 CHECK_BYTES = 16
 MAX_DETAILS_BYTES = 65_536
 """Limit of a refusal's details."""
-_BYTES_PER_TOKEN = 16
-"""Of an id on its way: four packed, three in a block, and both again in the pipeline."""
-LARGE_TOKENS = 65_536
-"""Records above this many tokens, or with routed experts, are worth a thread of their own."""
-
 _OMITTED_VALUES: dict[str, Any] = {
     "schema_version": 1,
     "model": "",
@@ -69,12 +62,6 @@ _OMITTED_VALUES: dict[str, Any] = {
 }
 """Values that a stored record leaves out, and every reader puts back. Part of the format, never changed."""
 
-_SUBJECT_FIELDS = ("rollout_id", "model_call_id")
-"""They are in the names of key and field; the digest covers them."""
-
-_ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-_PACKED_FIELDS = {*_ARRAY_FIELDS, "routed_experts"}
-_EMPTY_ARRAYS: dict[str, Any] = {name: [] for name in _ARRAY_FIELDS}
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _UNREADABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, msgpack.UnpackException)
 
@@ -168,58 +155,6 @@ class _Content(NamedTuple):
         return hashlib.blake2b(b"".join([msgpack.packb(head), *parts]), digest_size=DIGEST_BYTES).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class TakenEntry:
-    """The content of an entry: its small fields in their JSON form, and its arrays."""
-
-    small_fields: dict[str, Any]
-    prompt_token_ids: Any
-    generation_token_ids: Any
-    generation_log_probs: Any
-    routed_experts: Any
-
-    @property
-    def tokens(self) -> int:
-        """How many ids it has, as far as that can be told before they are checked."""
-        return _length(self.prompt_token_ids) + _length(self.generation_token_ids)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether encoding it would hold an event loop noticeably."""
-        return self.routed_experts is not None or self.tokens > LARGE_TOKENS
-
-    @property
-    def nbytes(self) -> int:
-        """About how much memory encoding and sending its arrays takes."""
-        return _BYTES_PER_TOKEN * self.tokens + expert_bytes(self.routed_experts)
-
-    def subject(self) -> tuple[Any, Any]:
-        """Rollout id and call id, not checked."""
-        return self.small_fields.get("rollout_id"), self.small_fields.get("model_call_id")
-
-    def copied(self) -> TakenEntry:
-        """The same with arrays of its own, for another thread while the caller may change the entry."""
-        return TakenEntry(
-            self.small_fields,
-            _copied(self.prompt_token_ids),
-            _copied(self.generation_token_ids),
-            _copied(self.generation_log_probs),
-            self.routed_experts,
-        )
-
-
-def take(entry: Any) -> TakenEntry:
-    """Take the content of any ``TokenEntry``-like pydantic model.
-
-    Raises:
-        InvalidRecordError: it is no such entry, or cannot be serialised.
-
-    """
-    small_fields = _content_without_arrays(entry)
-    arrays = {name: getattr(entry, name) for name in _ARRAY_FIELDS}
-    return TakenEntry(small_fields, **arrays, routed_experts=getattr(entry, "routed_experts", None))
-
-
 def encode(entry: Any, *, max_record_bytes: int, earlier: Iterable[TokenSequence] = ()) -> EncodedRecord:
     """Take and encode an entry; see ``take`` and ``encode_taken``."""
     return encode_taken(take(entry), max_record_bytes=max_record_bytes, earlier=earlier)
@@ -228,7 +163,7 @@ def encode(entry: Any, *, max_record_bytes: int, earlier: Iterable[TokenSequence
 def encode_taken(
     entry: TakenEntry, *, max_record_bytes: int, earlier: Iterable[TokenSequence] = ()
 ) -> EncodedRecord:
-    """Encode the content of an entry, checking every rule of contract section 2 again.
+    """Encode the content of an entry, checking its arrays.
 
     ``earlier`` sequences of the same rollout make it faster; the result is the same without them.
 
@@ -240,7 +175,6 @@ def encode_taken(
     small_fields = entry.small_fields
     subject = {name: small_fields.get(name) for name in ("rollout_id", "model_call_id")}
     try:
-        _check_rereading(small_fields)
         ids, prompt_length = joined_ids(entry.prompt_token_ids, entry.generation_token_ids)
         log_probs = pack_log_probs(entry.generation_log_probs)
         _check_lengths(len(ids) - prompt_length, log_probs)
@@ -249,21 +183,21 @@ def encode_taken(
         content = _Content(
             _without_omitted(small_fields), sequence.end, sequence.tail, prompt_length, log_probs, experts
         )
-        rollout_id, model_call_id = (small_fields[name] for name in _SUBJECT_FIELDS)
+        rollout_id, model_call_id = (small_fields[name] for name in SUBJECT_FIELDS)
         record = content.packed()
         digest = content.digest(rollout_id, model_call_id)
         seal = _sealed(rollout_id, model_call_id, digest, record)
     except InvalidRecordError as error:
-        raise type(error)(f"{error} ({_name(subject)})", **subject) from None
+        raise type(error)(f"{error} ({name_of(subject)})", **subject) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRecordError(
-            f"the record cannot be encoded: {_reason(error)} ({_name(subject)})", **subject
+            f"the record cannot be encoded: {reason_of(error)} ({name_of(subject)})", **subject
         ) from None
     nbytes = len(record) + sequence.ids.nbytes + sum(len(part) for _, part in parts)
     if nbytes > max_record_bytes:
         raise RecordTooLargeError(
             f"the record has {nbytes} bytes, the limit max_record_bytes is {max_record_bytes} "
-            f"({_name(subject)})",
+            f"({name_of(subject)})",
             **subject,
         )
     return EncodedRecord(rollout_id, model_call_id, seal, record, sequence, parts)
@@ -278,14 +212,14 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
     """
     about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
     if _sealed(rollout_id, model_call_id, seal[:DIGEST_BYTES], record) != seal:
-        raise CorruptRecordError(f"the stored record does not match its digest ({_name(about)})", **about)
+        raise CorruptRecordError(f"the stored record does not match its digest ({name_of(about)})", **about)
     try:
         content = _Content.unpacked(record)
         check_integers(content.tail)
         log_probs = unpack_log_probs(content.log_probs)
         small_fields = content.fields | about
     except _UNREADABLE:
-        raise CorruptRecordError(f"the stored record is damaged ({_name(about)})", **about) from None
+        raise CorruptRecordError(f"the stored record is damaged ({name_of(about)})", **about) from None
     return ParsedRecord(
         rollout_id,
         model_call_id,
@@ -319,7 +253,7 @@ def build(
             raise ValueError("arrays of different lengths")
     except _UNREADABLE:
         raise CorruptRecordError(
-            f"token blocks or parts of the record are missing or do not fit it ({_name(about)})", **about
+            f"token blocks or parts of the record are missing or do not fit it ({name_of(about)})", **about
         ) from None
     entry = _validated(entry_type, parsed, about)
     # The digest vouches for the arrays; validating every element again would cost more than reading.
@@ -364,7 +298,7 @@ def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict
         stored = _refusal_digest(rollout_id, model_call_id, code, packed) + packed
         decode_refusal(rollout_id, model_call_id, code, stored)  # what no reader could load ends here
     except (CorruptRecordError, *_UNREADABLE) as error:
-        problem = f"cannot be encoded: {_reason(error)}"
+        problem = f"cannot be encoded: {reason_of(error)}"
     else:
         if len(packed) <= MAX_DETAILS_BYTES:
             return stored
@@ -401,47 +335,12 @@ def _refusal_digest(rollout_id: str, model_call_id: str, code: str, packed: byte
     return hashlib.blake2b(head + packed, digest_size=DIGEST_BYTES).digest()
 
 
-def _content_without_arrays(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, BaseModel):
-        raise InvalidRecordError(f"put takes a TokenEntry, not a {type(entry).__name__}")
-    missing = [name for name in (*_ARRAY_FIELDS, "rollout_id", "model_call_id") if not hasattr(entry, name)]
-    if missing:
-        raise InvalidRecordError(f"put takes a TokenEntry; this {type(entry).__name__} lacks {missing[0]}")
-    try:
-        # A changed entry may hold other types than declared; what matters is what they serialise to.
-        dumped: Any = entry.model_dump(mode="json", exclude=_PACKED_FIELDS, warnings=False)
-    except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
-        subject = {name: _text_or_none(getattr(entry, name)) for name in ("rollout_id", "model_call_id")}
-        raise InvalidRecordError(
-            f"the record cannot be serialised: {_reason(error)} ({_name(subject)})", **subject
-        ) from None
-    if not isinstance(dumped, dict):
-        raise InvalidRecordError(f"a {type(entry).__name__} is serialised as something else than its fields")
-    return dumped
-
-
-def _check_rereading(small_fields: dict[str, Any]) -> None:
-    """Refuse what a reader would refuse, or would load as something else."""
-    try:
-        reread = TokenEntry.model_validate(small_fields | _EMPTY_ARRAYS)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InvalidRecordError(
-            f"the record is invalid: {where + ': ' if where else ''}{first['msg']}"
-        ) from None
-    read = reread.__dict__ | (reread.model_extra or {})
-    changed = [name for name, value in small_fields.items() if read[name] != value]
-    if changed:
-        raise InvalidRecordError(f"the record is invalid: {changed[0]} would be read back as another value")
-
-
 def _without_omitted(small_fields: dict[str, Any]) -> dict[str, Any]:
     """What is stored of the small fields."""
     return {
         name: value
         for name, value in small_fields.items()
-        if name not in _SUBJECT_FIELDS and (name not in _OMITTED_VALUES or value != _OMITTED_VALUES[name])
+        if name not in SUBJECT_FIELDS and (name not in _OMITTED_VALUES or value != _OMITTED_VALUES[name])
     }
 
 
@@ -453,18 +352,10 @@ def _check_lengths(generated: int, log_probs: Packed) -> None:
         )
 
 
-def _length(values: Any) -> int:
-    return len(values) if isinstance(values, list | tuple | np.ndarray) else 0
-
-
-def _copied(values: Any) -> Any:
-    return values.copy() if isinstance(values, list | np.ndarray) else values
-
-
 def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
     fields = parsed.small_fields
     try:
-        complete = _omitted_by(cast("Hashable", entry_type)) | fields | _EMPTY_ARRAYS
+        complete = _omitted_by(cast("Hashable", entry_type)) | fields | EMPTY_ARRAYS
         if complete.get("output_items") == []:
             complete["output_items"] = []  # one of its own: a class that declares less may keep it
         return entry_type.model_validate(complete)
@@ -472,12 +363,12 @@ def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str
         if fields.get("schema_version", 0) > SCHEMA_VERSION:
             raise UnsupportedFormatError(
                 f"the record has schema_version {fields['schema_version']}, newer than this reader's: "
-                f"upgrade the reader ({_name(about)})",
+                f"upgrade the reader ({name_of(about)})",
                 **about,
             ) from None
         raise CorruptRecordError(
             f"the stored record is intact but not valid: {error.errors(include_input=False)[0]['msg']} "
-            f"({_name(about)})",
+            f"({name_of(about)})",
             **about,
         ) from None
 
@@ -491,22 +382,3 @@ def _omitted_by(entry_type: Hashable) -> dict[str, Any]:
 
 def _canonical_json(value: Any) -> bytes:
     return _CANONICAL.encode(value).encode("ascii")
-
-
-def _name(subject: dict[str, Any]) -> str:
-    return f"call {subject['model_call_id']!r} of rollout {subject['rollout_id']}"
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong, by class only: the message could quote token data."""
-    if isinstance(error, UnicodeEncodeError):
-        return "a string is not valid UTF-8"
-    if isinstance(error, OverflowError):
-        return "an integer does not fit 64 bits"
-    if isinstance(error, RecursionError) or "recursion" in str(error):
-        return "it is nested too deeply"
-    return f"a value is not plain JSON ({type(error).__name__})"
-
-
-def _text_or_none(value: object) -> str | None:
-    return value if isinstance(value, str) else None

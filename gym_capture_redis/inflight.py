@@ -8,11 +8,12 @@ from typing import Self
 
 
 class Hold:
-    """A part of a budget, until the ``with`` block ends."""
+    """A part of a budget, until the ``with`` block ends. ``waited``: there was no room for it at first."""
 
-    def __init__(self, budget: ByteBudget, nbytes: int) -> None:
+    def __init__(self, budget: ByteBudget, nbytes: int, *, waited: bool = False) -> None:
         self._budget = budget
         self.nbytes = nbytes
+        self.waited = waited
 
     def grow(self, nbytes: int) -> None:
         """Hold more than was asked for, without waiting: it is there already, and others wait for it."""
@@ -68,7 +69,7 @@ class ByteBudget:
                 self._waiting.remove(place)
                 self._admit()  # it may have stood in the way of smaller ones
             raise
-        return Hold(self, nbytes)
+        return Hold(self, nbytes, waited=True)
 
     def release(self, nbytes: int) -> None:
         """Hold ``nbytes`` less, and let in who has waited longest."""

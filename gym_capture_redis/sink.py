@@ -7,10 +7,11 @@ import logging
 from functools import partial
 from typing import Any
 
-from gym_capture_redis import codec, scripts
+from gym_capture_redis import codec, scripts, taking
 from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.block_cache import BlockCache
 from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
+from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.executor import Executor, Subject
 from gym_capture_redis.keys import validate_call_id, validate_refusal_code
 from gym_capture_redis.settings import SinkSettings
@@ -56,10 +57,12 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         """
         executor = self._executors.get()
         deadline = executor.deadline()
-        taken = codec.take(entry)
+        taken = taking.take(entry)
         rollout_id, model_call_id = taken.subject()
         key, subject = self._address(rollout_id, model_call_id)
         with await executor.room(taken.nbytes, subject, deadline=deadline) as held:
+            if held.waited:
+                taken = _taken_again(entry, subject)
             encoded = await self._encode(executor, taken, subject, deadline)
             held.grow(len(encoded.record))
             attempt = self._announcement(subject)
@@ -172,7 +175,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         self._attempts.note(subject.rollout_id, reply)
 
     async def _encode(
-        self, executor: Executor, taken: codec.TakenEntry, subject: Subject, deadline: float
+        self, executor: Executor, taken: taking.TakenEntry, subject: Subject, deadline: float
     ) -> codec.EncodedRecord:
         encode = partial(
             codec.encode_taken,
@@ -242,3 +245,15 @@ class RedisTokenSink(Endpoint[SinkSettings]):
     def _announcement(self, subject: Subject) -> scripts.Reply | None:
         """What ``begin_call`` was answered for this call in this process, if it was made here."""
         return self._attempts.announcement(subject.rollout_id, subject.model_call_id or "")
+
+
+def _taken_again(entry: Any, subject: Subject) -> taking.TakenEntry:
+    """The entry as it is now: its caller may have changed it while it waited for room."""
+    taken = taking.take(entry)
+    if taken.subject() != (subject.rollout_id, subject.model_call_id):
+        raise InvalidRecordError(
+            f"the record became that of another call while it was put ({subject})",
+            rollout_id=subject.rollout_id,
+            model_call_id=subject.model_call_id,
+        )
+    return taken

@@ -21,11 +21,12 @@ local call, base, parts, names = arg(2), arg(6), arg(7), arg(8)
 local row_field = 'c:' .. call
 local known = redis.call('HMGET', key, row_field, 'b:' .. base)
 local row = known[1]
-if row and string.sub(row, 1, DIGEST_END) == string.sub(arg(3), 1, DIGEST_END) then
+local settled = row and row ~= 'n'
+if settled and string.sub(row, 1, DIGEST_END) == string.sub(arg(3), 1, DIGEST_END) then
   return reply('SAME', state)
 end
 if state.status == 'frozen' then return reply('FROZEN', state) end
-if row and row ~= 'n' then
+if settled then
   mark_failure(state, call, 'conflict')
   return reply('CONFLICT', state)
 end

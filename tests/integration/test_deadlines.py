@@ -17,7 +17,7 @@ from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import codec, executor, faults
+from gym_capture_redis import codec, executor, faults, taking
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
@@ -25,7 +25,7 @@ from gym_capture_redis.source import RedisTokenSource
 PATIENCE_S = 30.0
 """Far longer than anything below takes: only a call that hangs reaches it."""
 
-LARGE = codec.LARGE_TOKENS + 1
+LARGE = taking.LARGE_TOKENS + 1
 
 
 @pytest.fixture

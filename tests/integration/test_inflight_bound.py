@@ -13,8 +13,8 @@ from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import codec, lanes, scripts
-from gym_capture_redis.errors import BackendUnavailableError, InvalidRecordError
+from gym_capture_redis import codec, lanes, scripts, taking
+from gym_capture_redis.errors import BackendUnavailableError, InvalidRecordError, InvalidRecordError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import Hold
 from gym_capture_redis.keys import rollout_key
@@ -112,7 +112,7 @@ async def bench(valkey9: RealServer, namespace: str, monkeypatch: pytest.MonkeyP
         made = Bench(server, namespace)
         encode_taken = codec.encode_taken
 
-        def count(entry: codec.TakenEntry, **options: Any) -> codec.EncodedRecord:
+        def count(entry: taking.TakenEntry, **options: Any) -> codec.EncodedRecord:
             call = entry.small_fields["model_call_id"]
             made.encoded.append(call)
             made.under_way.add(call)
@@ -215,7 +215,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 async def test_a_record_above_the_bound_goes_alone(bench: Bench, form: dict[str, Any]) -> None:
     small, large = entry_of("small", 10), [entry_of(f"large{number}", **form) for number in range(4)]
-    assert codec.take(large[0]).nbytes > BOUND
+    assert taking.take(large[0]).nbytes > BOUND
     bench.server.pause()
     tasks = bench.put_all([*large, small])
     await bench.until_all_wait_but(tasks, 1)
@@ -474,3 +474,29 @@ async def test_cancelling_some_callers_of_a_batch_touches_no_other(
         snapshot, [entry for entry in made if entry.model_call_id in stored] + [entry_of("later", 10)]
     )
     assert reasons_of(snapshot) == {(IncompleteCode.LOST_CALL, call) for call in set(tasks) - stored}
+
+
+async def test_an_entry_changed_while_it_waits_is_stored_as_it_is_then(bench: Bench) -> None:
+    large, waiting = entry_of("large", 100_000), entry_of("waiting", 10)
+    bench.server.pause()
+    tasks = bench.put_all([large, waiting])
+    await bench.until_all_wait_but(tasks, 1)
+    waiting.prompt_token_ids = [7, 8, 9]
+    waiting.model = "changed"
+    bench.server.resume()
+    assert set((await outcomes_of(tasks)).values()) == {None}
+    assert_holds(await bench.freeze(), [large, waiting])
+
+
+async def test_an_entry_that_became_that_of_another_call_while_it_waited_is_refused(bench: Bench) -> None:
+    large, waiting = entry_of("large", 100_000), entry_of("waiting", 10)
+    bench.server.pause()
+    tasks = bench.put_all([large, waiting])
+    await bench.until_all_wait_but(tasks, 1)
+    waiting.model_call_id = "another"
+    bench.server.resume()
+    outcomes = await outcomes_of(tasks)
+    assert isinstance(outcomes["waiting"], InvalidRecordError)
+    assert outcomes["large"] is None
+    bench.nothing_is_held()
+    assert_holds(await bench.freeze(), [large])

@@ -25,7 +25,7 @@ from support.sample_entries import (
 )
 from support.sequences import random_ids, tree_of
 
-from gym_capture_redis import codec, gym_compat
+from gym_capture_redis import codec, gym_compat, taking
 from gym_capture_redis.blocks import NAME_BYTES, ROOT, BlockTree, TokenSequence
 from gym_capture_redis.errors import (
     CorruptRecordError,
@@ -971,10 +971,10 @@ def test_a_refusal_of_another_call_or_code_is_not_taken_for_this_one() -> None:
     [
         ({}, True),
         ({"routed_experts": None}, False),
-        ({"routed_experts": None, "prompt_token_ids": [0] * codec.LARGE_TOKENS}, True),
+        ({"routed_experts": None, "prompt_token_ids": [0] * taking.LARGE_TOKENS}, True),
         ({"routed_experts": None, "prompt_token_ids": None}, False),
     ],
     ids=["experts", "small", "long", "invalid"],
 )
 def test_only_large_records_go_to_a_thread(changes: dict[str, Any], large: bool) -> None:
-    assert codec.take(sample_entry().model_copy(update=changes)).is_large is large
+    assert taking.take(sample_entry().model_copy(update=changes)).is_large is large

@@ -9,7 +9,7 @@ from functools import partial
 from statistics import median_low
 from typing import Any
 
-from gym_capture_redis import codec, lanes, scripts
+from gym_capture_redis import codec, lanes, scripts, taking
 from gym_capture_redis.blocks import BlockTree
 from gym_capture_redis.cli.bench.context import Bench
 from gym_capture_redis.cli.bench.drive import IN_FLIGHT, put_all, read_all
@@ -47,7 +47,7 @@ PARTS_OF_PUT = (PACKING, CUTTING, ENCODING, SENDING, *_OF_BOTH)
 PARTS_OF_FREEZE = (RECEIVING, CHECKING, UNPACKING, SLICING, BUILDING, *_OF_BOTH)
 
 IN_A_PUT = (
-    Watched(codec, "take", ENCODING),
+    Watched(taking, "take", ENCODING),
     Watched(codec, "encode_taken", ENCODING),
     Watched(codec, "joined_ids", PACKING),
     Watched(codec, "pack_log_probs", PACKING),

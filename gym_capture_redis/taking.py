@@ -1,0 +1,151 @@
+"""Taking the content of an entry: its small fields in their JSON form, checked, and its arrays as they are.
+
+Entries can change after they were built, so what a reader would refuse, or would load as something else, is
+refused here (contract, section 2). The arrays are checked when they are packed. No I/O here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
+
+from gym_capture_redis.errors import InvalidRecordError
+from gym_capture_redis.experts import expert_bytes
+from gym_capture_redis.records import TokenEntry
+
+LARGE_TOKENS = 65_536
+"""Records above this many tokens, or with routed experts, are worth a thread of their own."""
+
+SUBJECT_FIELDS = ("rollout_id", "model_call_id")
+"""They are in the names of key and field; the digest covers them."""
+
+ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+EMPTY_ARRAYS: dict[str, Any] = {name: [] for name in ARRAY_FIELDS}
+
+_PACKED_FIELDS = {*ARRAY_FIELDS, "routed_experts"}
+
+_BYTES_PER_TOKEN = 16
+"""Of an id on its way: four packed, three in a block, and both again in the pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenEntry:
+    """The content of an entry: its small fields in their JSON form, and its arrays."""
+
+    small_fields: dict[str, Any]
+    prompt_token_ids: Any
+    generation_token_ids: Any
+    generation_log_probs: Any
+    routed_experts: Any
+
+    @property
+    def tokens(self) -> int:
+        """How many ids it has, as far as that can be told before they are checked."""
+        return _length(self.prompt_token_ids) + _length(self.generation_token_ids)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether encoding it would hold an event loop noticeably."""
+        return self.routed_experts is not None or self.tokens > LARGE_TOKENS
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory encoding and sending its arrays takes."""
+        return _BYTES_PER_TOKEN * self.tokens + expert_bytes(self.routed_experts)
+
+    def subject(self) -> tuple[Any, Any]:
+        """Rollout id and call id, not checked."""
+        return self.small_fields.get("rollout_id"), self.small_fields.get("model_call_id")
+
+    def copied(self) -> TakenEntry:
+        """The same with arrays of its own, for another thread while the caller may change the entry."""
+        return TakenEntry(
+            self.small_fields,
+            _copied(self.prompt_token_ids),
+            _copied(self.generation_token_ids),
+            _copied(self.generation_log_probs),
+            self.routed_experts,
+        )
+
+
+def take(entry: Any) -> TakenEntry:
+    """Take the content of any ``TokenEntry``-like pydantic model, checking all but its arrays.
+
+    Raises:
+        InvalidRecordError: it is no such entry, breaks a rule, or cannot be serialised.
+
+    """
+    small_fields = _content_without_arrays(entry)
+    _check_rereading(small_fields)
+    arrays = {name: getattr(entry, name) for name in ARRAY_FIELDS}
+    return TakenEntry(small_fields, **arrays, routed_experts=getattr(entry, "routed_experts", None))
+
+
+def _content_without_arrays(entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, BaseModel):
+        raise InvalidRecordError(f"put takes a TokenEntry, not a {type(entry).__name__}")
+    missing = [name for name in (*ARRAY_FIELDS, *SUBJECT_FIELDS) if not hasattr(entry, name)]
+    if missing:
+        raise InvalidRecordError(f"put takes a TokenEntry; this {type(entry).__name__} lacks {missing[0]}")
+    try:
+        # A changed entry may hold other types than declared; what matters is what they serialise to.
+        dumped: Any = entry.model_dump(mode="json", exclude=_PACKED_FIELDS, warnings=False)
+    except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
+        subject = {name: _text_or_none(getattr(entry, name)) for name in SUBJECT_FIELDS}
+        raise InvalidRecordError(
+            f"the record cannot be serialised: {reason_of(error)} ({name_of(subject)})", **subject
+        ) from None
+    if not isinstance(dumped, dict):
+        raise InvalidRecordError(f"a {type(entry).__name__} is serialised as something else than its fields")
+    return dumped
+
+
+def _check_rereading(small_fields: dict[str, Any]) -> None:
+    """Refuse what a reader would refuse, or would load as something else."""
+    try:
+        reread = TokenEntry.model_validate(small_fields | EMPTY_ARRAYS)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise _invalid(f"{where + ': ' if where else ''}{first['msg']}", small_fields) from None
+    read = reread.__dict__ | (reread.model_extra or {})
+    changed = [name for name, value in small_fields.items() if read[name] != value]
+    if changed:
+        raise _invalid(f"{changed[0]} would be read back as another value", small_fields)
+
+
+def _invalid(problem: str, small_fields: dict[str, Any]) -> InvalidRecordError:
+    subject = {name: small_fields.get(name) for name in SUBJECT_FIELDS}
+    return InvalidRecordError(f"the record is invalid: {problem} ({name_of(subject)})", **subject)
+
+
+def _length(values: Any) -> int:
+    return len(values) if isinstance(values, list | tuple | np.ndarray) else 0
+
+
+def _copied(values: Any) -> Any:
+    return values.copy() if isinstance(values, list | np.ndarray) else values
+
+
+def name_of(subject: dict[str, Any]) -> str:
+    """Which call of which rollout, for messages."""
+    return f"call {subject['model_call_id']!r} of rollout {subject['rollout_id']}"
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, by class only: the message could quote token data."""
+    if isinstance(error, UnicodeEncodeError):
+        return "a string is not valid UTF-8"
+    if isinstance(error, OverflowError):
+        return "an integer does not fit 64 bits"
+    if isinstance(error, RecursionError) or "recursion" in str(error):
+        return "it is nested too deeply"
+    return f"a value is not plain JSON ({type(error).__name__})"
+
+
+def _text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None
