@@ -14,7 +14,7 @@ from support.sequences import random_ids
 from support.servers import RealServer
 
 from gym_capture_redis import codec, lanes, scripts, taking
-from gym_capture_redis.errors import BackendUnavailableError, InvalidRecordError, InvalidRecordError
+from gym_capture_redis.errors import BackendUnavailableError, InvalidRecordError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import Hold
 from gym_capture_redis.keys import rollout_key
