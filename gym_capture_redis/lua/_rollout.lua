@@ -140,7 +140,8 @@ end
 
 -- Appends what the steps from number `from` on wrote to `rows`, up to about max_bytes and 1,000 steps:
 -- {what the step wrote (kind and call), its value, the call's row (for a record), names of the blocks it
--- brought, the blocks}; of a stage, kind and value are 'p:' and nothing. Returns the number to go on from.
+-- brought, the blocks}; of a stage, kind and value are 'p:' and nothing. An intent that is settled by now says
+-- nothing, and is left out. Returns the number to go on from.
 local function collect_rows(state, from, max_bytes, rows)
   local traces = {}
   for seq = from, math.min(tonumber(state.seq), from + 999) do traces[#traces + 1] = 'o:' .. seq end
@@ -148,7 +149,7 @@ local function collect_rows(state, from, max_bytes, rows)
   local bytes, at = 0, 1
   while at <= #traces and (bytes < max_bytes or at == 1) do
     local field, names = read_trace(traces[at])
-    local row = {field, false, false, names or '', {}}
+    local row, settled = {field, false, false, names or '', {}}, false
     if names then
       local kind, call = string.sub(field, 1, 2), string.sub(field, 3)
       if kind == 'r:' and bytes > 0 then
@@ -161,6 +162,7 @@ local function collect_rows(state, from, max_bytes, rows)
         wanted[#wanted + 1] = 'b:' .. string.sub(names, name_at, name_at + 15)
       end
       local values = fetch(wanted)
+      settled = kind == 'n:' and values[1] and values[1] ~= 'n'
       row[2], row[3] = values[1], kind == 'r:' and values[2]
       bytes = bytes + (values[1] and #values[1] or 0)
       for number = 3, #wanted do
@@ -168,7 +170,7 @@ local function collect_rows(state, from, max_bytes, rows)
         bytes = bytes + (values[number] and #values[number] or 0)
       end
     end
-    rows[#rows + 1] = row
+    if not settled then rows[#rows + 1] = row end
     at = at + 1
   end
   return from + at - 1
