@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
 from typing import Self
 
 from gym_capture_redis.cli.demo_worker import Job, Message, Pipe, Target, run_worker
+from gym_capture_redis.cli.interrupts import interrupts_ignored
 
 ENDING_S = 10.0
 
@@ -57,7 +57,7 @@ class WorkerPool:
     async def __aenter__(self) -> Self:
         """Start all processes; each says when it is ready."""
         try:
-            with _interrupts_ignored():
+            with interrupts_ignored():
                 for number in range(self._count):
                     self.workers.append(self._spawn(number))
         except BaseException:
@@ -115,13 +115,3 @@ class WorkerPool:
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let processes inherit that Ctrl-C is not for them: it goes to the whole group, and we end them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

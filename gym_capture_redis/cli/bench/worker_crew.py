@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
-import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from gym_capture_redis.cli.bench.worker_process import Assignment, Done, Failed, Job, Pipe, run_worker
+from gym_capture_redis.cli.interrupts import interrupts_ignored
 
 ENDING_S = 20.0
 """Enough to finish the job in hand and to delete what it stored."""
@@ -72,7 +72,7 @@ async def crew_of(assignments: list[Assignment]) -> AsyncIterator[Crew]:
     workers: list[_Worker] = []
     crew = Crew(workers)
     try:
-        with _interrupts_ignored():
+        with interrupts_ignored():
             workers.extend(map(_spawn, assignments))
         await crew.hear_all()
         yield crew
@@ -97,13 +97,3 @@ def _answer_of(worker: _Worker) -> Any:
     if isinstance(answer, Failed):
         raise CrewError(f"a worker process failed: {answer.error}")
     return answer
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let processes inherit that Ctrl-C is not for them: it goes to the whole group, and we end them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
