@@ -91,7 +91,9 @@ class Executor:
                     raise _about(subject, final_error(error, self._server)) from None
                 last = error
             longest_pause_s = min(2 * longest_pause_s, _LONGEST_PAUSE_S)
-            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
+                raise self._too_late(f"{self._server} gave no answer", subject, last) from last
             await asyncio.sleep(min(random.uniform(0, longest_pause_s), left_s))  # noqa: S311 - jitter
 
     async def room(self, nbytes: int, subject: Subject, *, deadline: float) -> Hold:

@@ -27,7 +27,7 @@ _INTEGERS = frozenset((*UNSIGNED, *_SIGNED))
 _FLOATS = ("f4", "f8")
 _FLOAT_ARRAYS = ("<f2", "<f4", "<f8", ">f2", ">f4", ">f8")
 _REALS = (float, int, np.float16, np.float32, np.integer)
-_NO_FLOATS = "the record is invalid: generation_log_probs must be a list of floats"
+_NO_FLOATS = "the record is invalid: generation_log_probs must be a list or one-dimensional array of floats"
 
 
 class Packed(NamedTuple):
@@ -71,7 +71,7 @@ def _id_array(name: str, ids: Any) -> Array:
         numbers = _from_list(ids)
     if numbers is None:
         raise InvalidRecordError(
-            f"the record is invalid: {name} must be a list of integers from 0 to 2**63 - 1"
+            f"the record is invalid: {name} must be a list or one-dimensional array of integers from 0 to 2**63 - 1"
         )
     if not numbers.size:
         return np.empty(0, "<u4")

@@ -223,8 +223,23 @@ def test_an_interrupted_run_removes_what_it_wrote(
         (["--calls", "0"], "greater than or equal to 1"),
         (["--url", "fakeredis://x"], "fakeredis lives in one process"),
         (["--url", "redis://:secret@127.0.0.1:1/0"], "redis://127.0.0.1:1/0 gave no answer"),
+        (["--url", "unix:///missing.sock"], "unix:///missing.sock gave no answer"),
+        (["--json", "/missing/found.json"], "/missing/found.json cannot be written"),
+        (["--json", "/"], "/ cannot be written"),
+        (["--plot", "/dev/null/pictures"], "/dev/null/pictures cannot be written"),
     ],
-    ids=["section", "experts", "workers", "calls", "fake server", "no server"],
+    ids=[
+        "section",
+        "experts",
+        "workers",
+        "calls",
+        "fake",
+        "no server",
+        "no socket",
+        "json",
+        "folder",
+        "plot",
+    ],
 )
 def test_what_cannot_be_used_is_said_in_clear_words(arguments: list[str], said: str) -> None:
     done = run("--quick", *arguments, NO_COLOR="1")

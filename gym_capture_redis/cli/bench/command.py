@@ -132,6 +132,7 @@ def bench(
             sections=_sections(only),
             quick=quick,
         )
+        _make_sure_of(json_file, plot)
         run(console, url, options, Output(json_file, plot))
     except (KeyboardInterrupt, asyncio.CancelledError):
         _fail("stopped; what was written is deleted", INTERRUPTED)
@@ -139,6 +140,17 @@ def bench(
         _fail(str(error), UNUSABLE)
     except (LostCallError, IncompleteError, CrewError, ServerBenchmarkError, RedisError) as error:
         _fail(f"{type(error).__name__}: {error}", FAILED)
+
+
+def _make_sure_of(json_file: Path | None, plot: Path | None) -> None:
+    """See that results can be written before minutes are spent on them."""
+    try:
+        if json_file is not None and json_file != STDOUT:
+            json_file.open("a").close()
+        if plot is not None:
+            plot.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{error.filename} cannot be written: {error.strerror}") from None
 
 
 def _fail(message: str, code: int) -> None:
