@@ -71,7 +71,8 @@ def _id_array(name: str, ids: Any) -> Array:
         numbers = _from_list(ids)
     if numbers is None:
         raise InvalidRecordError(
-            f"the record is invalid: {name} must be a list or one-dimensional array of integers from 0 to 2**63 - 1"
+            f"the record is invalid: {name} must be a list or one-dimensional array of integers "
+            "from 0 to 2**63 - 1"
         )
     if not numbers.size:
         return np.empty(0, "<u4")
@@ -107,7 +108,7 @@ def pack_integers(numbers: Array) -> Packed:
         return Packed(UNSIGNED[0], b"")
     low, high = 0 if numbers.dtype.kind == "u" else int(numbers.min()), int(numbers.max())
     if low < 0:
-        name = _narrowest(_SIGNED, max(high.bit_length(), (-low - 1).bit_length()) + 1)
+        name = _narrowest(_SIGNED, max(max(high, 0).bit_length(), (-low - 1).bit_length()) + 1)
     else:
         name = _narrowest(UNSIGNED, high.bit_length())
     return Packed(name, _narrowed(numbers, name))
