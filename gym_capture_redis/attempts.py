@@ -44,6 +44,11 @@ class AttemptMemory:
         """What announcing this call was answered, if it was announced here."""
         return self._announced.get((rollout_id, model_call_id))
 
+    def has_moved_on(self, rollout_id: str, announced: Reply) -> bool:
+        """Whether this process has spoken to a later attempt of the rollout than the announced one."""
+        now = self._positions.get(rollout_id)
+        return now is not None and now.incarnation != announced.incarnation
+
     def has_lost(self, rollout_id: str, reply: Reply) -> bool:
         """Whether ``reply`` comes from another server, which lacked acknowledged steps of the rollout.
 

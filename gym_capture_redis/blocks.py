@@ -197,9 +197,11 @@ class BlockTree:
             whole: Any = branch.ids if arrays else branch.listed
         else:
             # Signed before they meet: beside an unsigned array numpy would take floats.
-            head = branch.ids[: place.blocks * BLOCK_IDS]
-            whole = _signed(np.concatenate([head, _signed(unpack_integers(tail))]))
-            whole = whole if arrays else whole.tolist()
+            length, ids = place.blocks * BLOCK_IDS, _signed(unpack_integers(tail))
+            if arrays:
+                whole = _signed(np.concatenate([branch.ids[:length], ids]))
+            else:
+                whole = branch.listed[:length] + ids.tolist()
         return whole[:prompt_length], whole[prompt_length:total]
 
 

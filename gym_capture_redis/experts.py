@@ -19,6 +19,7 @@ from gym_capture_redis.route_text import decode_base64, encode_base64
 PLAIN = "json"
 """The form of what is stored as plain JSON values."""
 
+_MOST_LEVELS = 16
 _ROWS_AT_ONCE = 256
 _ROUTE_STRING = re.compile(r"nrlre1:[a-z0-9]+:[0-9x]+:")
 
@@ -35,6 +36,10 @@ def pack_experts(experts: Any) -> list[Any] | None:
         return None
     if isinstance(experts, str):
         return _pack_route_string(experts) or [PLAIN, experts]
+    if isinstance(experts, np.ndarray) and (not experts.ndim or isinstance(experts, np.ma.MaskedArray)):
+        raise InvalidRecordError(
+            "the record is invalid: routed_experts is an array of no dimension, or masked"
+        )
     array = experts if isinstance(experts, np.ndarray) else _nested_integers(experts)
     if array is not None and array.dtype.kind in "iu" and array.size:
         packed = pack_integers(array)
@@ -48,12 +53,16 @@ def pack_experts(experts: Any) -> list[Any] | None:
 
 def expert_bytes(experts: Any) -> int:
     """About how much memory packing and sending them takes, by a look at the first of each level."""
-    if isinstance(experts, str):
-        return 3 * len(experts)
-    if isinstance(experts, np.ndarray):
-        return 3 * experts.nbytes
     count, level = 3, experts
-    while isinstance(level, list | tuple) and level:
+    for _ in range(_MOST_LEVELS):
+        if isinstance(level, str | bytes):
+            return count * len(level)
+        if isinstance(level, np.ndarray):
+            return count * level.nbytes
+        if isinstance(level, dict):
+            level = list(level.values())
+        if not isinstance(level, list | tuple) or not level:
+            break
         count *= len(level)
         level = level[0]
     return count if level is not experts else 0

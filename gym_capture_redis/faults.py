@@ -36,6 +36,9 @@ _TRY_AGAIN = (
     redis_errors.InvalidResponse,
     OSError,
 )
+_KILLED = "Script killed"
+"""How the answer to a script begins that an operator stopped before it wrote anything."""
+
 _REFUSED_CREDENTIALS = (
     redis_errors.AuthenticationError,
     redis_errors.AuthorizationError,
@@ -83,6 +86,8 @@ def is_transient(error: BaseException) -> bool:
     error = _unwrapped(error)
     if isinstance(error, _REFUSED_CREDENTIALS):
         return False
+    if isinstance(error, redis_errors.ResponseError) and _KILLED in _text(error):
+        return True
     return isinstance(error, _TRY_AGAIN) or _code(error) in _TRY_AGAIN_CODES
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from typing import Self
 
 
@@ -43,7 +43,7 @@ class ByteBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: OrderedDict[asyncio.Future[None], int] = OrderedDict()
 
     def try_hold(self, nbytes: int) -> Hold | None:
         """Hold ``nbytes`` if there is room now and nobody waits for it."""
@@ -58,16 +58,15 @@ class ByteBudget:
         if held is not None:
             return held
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        place = (nbytes, turn)
-        self._waiting.append(place)
+        self._waiting[turn] = nbytes
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.release(nbytes)  # its turn came in the same moment
-            elif place in self._waiting:
-                self._waiting.remove(place)
+            if turn.cancelled():
+                self._waiting.pop(turn, None)
                 self._admit()  # it may have stood in the way of smaller ones
+            else:
+                self.release(nbytes)  # its turn came in the same moment
             raise
         return Hold(self, nbytes, waited=True)
 
@@ -77,11 +76,14 @@ class ByteBudget:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            nbytes, turn = self._waiting.popleft()
+        while self._waiting:
+            turn, nbytes = next(iter(self._waiting.items()))
             if not turn.done():  # else its task was cancelled, and has not been told yet
+                if not self._fits(nbytes):
+                    return
                 self.held_bytes += nbytes
                 turn.set_result(None)
+            del self._waiting[turn]
 
     def _fits(self, nbytes: int) -> bool:
         return self.held_bytes == 0 or self.held_bytes + nbytes <= self.max_bytes

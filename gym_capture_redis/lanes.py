@@ -16,7 +16,7 @@ from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.connection import EmbeddedLease, Link
 from gym_capture_redis.errors import BackendUnavailableError
-from gym_capture_redis.scripts import Call, Reply, command, read_replies
+from gym_capture_redis.scripts import Call, Reply, Step, command, read_replies
 from gym_capture_redis.settings import ConnectionSettings
 
 MAX_BATCH_CALLS = 64
@@ -30,6 +30,9 @@ _ATTEMPTS_IN_A_DEADLINE = 4
 _SLOWEST_BYTES_PER_S = 10 * 2**20
 
 
+_NOTHING = Call(Step.PEEK, b"", ())
+
+
 @dataclass
 class Job:
     """A step on its way; ``by_source`` sends the whole script, ``deadline`` is in loop time."""
@@ -38,6 +41,10 @@ class Job:
     by_source: bool
     deadline: float
     reply: asyncio.Future[Reply]
+
+    def let_go(self, _: asyncio.Future[Reply]) -> None:
+        """Keep nothing of the step: it is answered, or nobody waits for it any more."""
+        self.call = _NOTHING
 
 
 class Lanes:
@@ -72,7 +79,10 @@ class Lanes:
                 for number in range(self._count)
             ]
         reply: asyncio.Future[Reply] = loop.create_future()
-        self._jobs.append(Job(call, by_source, deadline, reply))
+        job = Job(call, by_source, deadline, reply)
+        # A caller that left may leave megabytes behind, until a lane comes across its job.
+        reply.add_done_callback(job.let_go)
+        self._jobs.append(job)
         self._wake_one()
         return reply
 

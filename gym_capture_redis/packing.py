@@ -66,7 +66,7 @@ def joined_ids(prompt: Any, generation: Any) -> tuple[Array, int]:
 
 def _id_array(name: str, ids: Any) -> Array:
     if isinstance(ids, np.ndarray):
-        numbers = ids if ids.dtype.kind in "iu" and ids.ndim == 1 else None
+        numbers = ids if ids.dtype.kind in "iu" and is_plain_row(ids) else None
     else:
         numbers = _from_list(ids)
     if numbers is None:
@@ -82,6 +82,11 @@ def _id_array(name: str, ids: Any) -> Array:
         raise InvalidRecordError(f"the record is invalid: {name} holds an id outside 0 to 2**63 - 1")
     # The one type for the same ids, whatever they came in.
     return numbers.astype("<u4" if int(numbers.max()) < 2**32 else "<u8")
+
+
+def is_plain_row(numbers: Array) -> bool:
+    """Whether it has one dimension and no mask, under which values would be stored as if they counted."""
+    return numbers.ndim == 1 and not isinstance(numbers, np.ma.MaskedArray)
 
 
 def _from_list(ids: Any) -> Array | None:
@@ -183,7 +188,7 @@ def pack_log_probs(values: Any) -> Packed:
 
     """
     if isinstance(values, np.ndarray):
-        if values.dtype.str not in _FLOAT_ARRAYS or values.ndim != 1:
+        if values.dtype.str not in _FLOAT_ARRAYS or not is_plain_row(values):
             raise InvalidRecordError(_NO_FLOATS)
         wide = values.astype("<f8")
     else:

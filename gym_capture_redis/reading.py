@@ -29,6 +29,9 @@ _LISTED_ID_BYTES = 8
 _NEW_ID_BYTES = 12
 """What a stored byte becomes as Python integers: an id takes three bytes stored, and 36 with its place."""
 
+_ARRAY_ID_BYTES = 4
+"""Of an id in an array, where calls go apart early and share no buffer."""
+
 _ARRAY_BYTES = 4
 """What a stored byte becomes as an array, while it is put together."""
 
@@ -52,7 +55,7 @@ class RolloutReader:
     async def freeze(self, key: bytes, rollout_id: str, room: Room | None = None) -> TokenCaptureSnapshot:
         """Fence the rollout and read all of it; after the fence, wait for ``room`` to read the rest.
 
-        The deadline begins anew after that wait, which is no fault of the server's.
+        The deadline moves by the time of that wait, which is no fault of the server's.
 
         Raises:
             CaptureError: see ``RedisTokenSource.freeze``.
@@ -72,8 +75,9 @@ class RolloutReader:
                 raise_refusal(reply, subject)
             frozen = scripts.Frozen.parse(reply)
             if room is not None:
+                begin = asyncio.get_running_loop().time()
                 await room(self._decoded_bytes(frozen.facts))
-                deadline = self._executor.deadline()
+                deadline += asyncio.get_running_loop().time() - begin
             assembly = SnapshotAssembly(rollout_id, frozen, self._entry_type, arrays=self._arrays)
             if await self._read(assembly, key, frozen, subject, deadline):
                 return await self._decode(assembly.finish, frozen.facts.stored_bytes, subject, deadline)
@@ -120,7 +124,7 @@ class RolloutReader:
     def _decoded_bytes(self, facts: scripts.Facts) -> int:
         """About how much memory the rollout takes once it is read."""
         if self._arrays:
-            return _ARRAY_BYTES * facts.stored_bytes
+            return _ARRAY_ID_BYTES * facts.ids + _ARRAY_BYTES * facts.stored_bytes
         return _LISTED_ID_BYTES * facts.ids + _NEW_ID_BYTES * facts.stored_bytes
 
 

@@ -114,8 +114,13 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         incarnation = announced.incarnation if announced else ""
         call = scripts.mark(key, model_call_id, new_incarnation=new_incarnation(), incarnation=incarnation)
         reply = await executor.run(call, subject, deadline=deadline, urgent=True)
-        if reply.code == "RETIRED" and announced and announced.run_id != reply.run_id:
-            # Another server answers now. It need not know the attempt, and what it forgot must show.
+        if (
+            reply.code == "RETIRED"
+            and announced
+            and (announced.run_id != reply.run_id or self._attempts.has_moved_on(rollout_id, announced))
+        ):
+            # Another server answers now: it need not know the attempt, and what it forgot must show. Or the
+            # call may be one of the attempt that this process works on by now: rather one mark too many.
             call = scripts.mark(key, model_call_id, new_incarnation=new_incarnation(), incarnation="")
             reply = await executor.run(call, subject, deadline=deadline, urgent=True)
         if reply.code != "OK":

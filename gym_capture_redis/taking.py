@@ -62,13 +62,16 @@ class TakenEntry:
         return self.small_fields.get("rollout_id"), self.small_fields.get("model_call_id")
 
     def copied(self) -> TakenEntry:
-        """The same with arrays of its own, for another thread while the caller may change the entry."""
+        """The same with arrays of its own, for another thread while the caller may change the entry.
+
+        Of nested lists only the outermost is copied: the rest would take seconds.
+        """
         return TakenEntry(
             self.small_fields,
             _copied(self.prompt_token_ids),
             _copied(self.generation_token_ids),
             _copied(self.generation_log_probs),
-            self.routed_experts,
+            _copied(self.routed_experts),
         )
 
 
@@ -124,7 +127,13 @@ def _invalid(problem: str, small_fields: dict[str, Any]) -> InvalidRecordError:
 
 
 def _length(values: Any) -> int:
-    return len(values) if isinstance(values, list | tuple | np.ndarray) else 0
+    return (
+        np.size(values)
+        if isinstance(values, np.ndarray)
+        else len(values)
+        if isinstance(values, list | tuple)
+        else 0
+    )
 
 
 def _copied(values: Any) -> Any:

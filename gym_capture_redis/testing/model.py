@@ -96,9 +96,10 @@ class Attempt:
 
 @dataclass(eq=False)
 class Writer:
-    """What one sink remembers: to which attempt it announced each call."""
+    """What one sink remembers: to which attempt it announced each call, and on which one it wrote last."""
 
     announced: dict[tuple[str, str], Attempt] = field(default_factory=dict)
+    works_on: dict[str, Attempt] = field(default_factory=dict)
 
 
 class ModelTransport:
@@ -114,12 +115,14 @@ class ModelTransport:
         if attempt is None or attempt.status == "retired":
             return Outcome.RETIRED
         if attempt.records.get(call) == record:
+            writer.works_on[rollout_id] = attempt
             return Outcome.OK
         if attempt.status == "frozen":
             return Outcome.FROZEN
         if call in attempt.records or call in attempt.refusals:
             attempt.mark()
             return Outcome.CONFLICT
+        writer.works_on[rollout_id] = attempt
         attempt.records[call] = record
         attempt.intents.discard(call)
         attempt.version += 1
@@ -132,14 +135,18 @@ class ModelTransport:
             return attempt.refused_outcome
         if call not in attempt.records and call not in attempt.refusals:
             attempt.intents.add(call)
-        writer.announced[rollout_id, call] = attempt
+        writer.announced[rollout_id, call] = writer.works_on[rollout_id] = attempt
         return Outcome.OK
 
     def mark_incomplete(self, writer: Writer, rollout_id: str, call: str) -> Outcome:
         """``TokenSink.mark_incomplete``."""
         attempt = self._addressed(writer, rollout_id, call)
+        announced = writer.announced.get((rollout_id, call))
+        if attempt is None and writer.works_on[rollout_id] is not announced:
+            attempt = self._present(rollout_id)  # which of the two it belongs to cannot be told
         if attempt is None or attempt.status == "retired":
             return Outcome.RETIRED
+        writer.works_on[rollout_id] = attempt
         attempt.mark()
         return Outcome.OK
 
@@ -149,6 +156,7 @@ class ModelTransport:
         if attempt is None or attempt.status == "retired":
             return Outcome.RETIRED
         if attempt.refusals.get(call) == code:
+            writer.works_on[rollout_id] = attempt
             return Outcome.OK
         if attempt.status == "frozen":
             return Outcome.FROZEN
@@ -157,6 +165,7 @@ class ModelTransport:
         if call in attempt.records:
             attempt.mark()
             return Outcome.CONFLICT
+        writer.works_on[rollout_id] = attempt
         attempt.refusals[call] = code
         attempt.intents.discard(call)
         attempt.version += 1

@@ -30,7 +30,7 @@ from gym_capture_redis.executor import Executor, Subject
 from gym_capture_redis.inflight import ByteBudget
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
-from gym_capture_redis.reading import READERS
+from gym_capture_redis.reading import READERS, RolloutReader
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import Durability
@@ -661,3 +661,20 @@ async def test_a_slow_consumer_costs_no_rollout_that_waits_for_room_its_deadline
             clock.leap(10 * PATIENCE_S)
     assert taken == len(rollouts)
     assert watched.most_untaken == 1
+
+
+async def test_a_rollout_that_is_marked_again_and_again_ends_at_its_deadline(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await backend.fill(["restless"])
+    read = RolloutReader._read
+
+    async def marked_meanwhile(self: RolloutReader, *arguments: Any) -> bool:
+        await backend.sink.mark_incomplete("restless")
+        await read(self, *arguments)
+        return False
+
+    monkeypatch.setattr(RolloutReader, "_read", marked_meanwhile)
+    async with backend.source(timeout_s=0.5) as source, asyncio.timeout(PATIENCE_S):
+        (outcome,) = [outcome async for outcome in source.freeze_many(["restless"])]
+    assert isinstance(outcome.error, BackendUnavailableError)

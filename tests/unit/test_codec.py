@@ -978,3 +978,11 @@ def test_a_refusal_of_another_call_or_code_is_not_taken_for_this_one() -> None:
 )
 def test_only_large_records_go_to_a_thread(changes: dict[str, Any], large: bool) -> None:
     assert taking.take(sample_entry().model_copy(update=changes)).is_large is large
+
+
+def test_arrays_are_copied_for_another_thread() -> None:
+    arrays = {"routed_experts": np.arange(6).reshape(1, 2, 3), "prompt_token_ids": np.arange(9)}
+    entry = sample_entry().model_copy(update=arrays)
+    taken, copied = taking.take(entry), taking.take(entry).copied()
+    assert not np.shares_memory(taken.routed_experts, copied.routed_experts)
+    assert not np.shares_memory(taken.prompt_token_ids, copied.prompt_token_ids)

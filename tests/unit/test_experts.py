@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from support.sample_entries import exact, nested_experts, routed_experts
 
-from gym_capture_redis.experts import pack_experts, unpack_experts
+from gym_capture_redis.errors import InvalidRecordError
+from gym_capture_redis.experts import expert_bytes, pack_experts, unpack_experts
 
 unhurried = settings(deadline=None)  # the machine is shared
 
@@ -154,3 +155,22 @@ def test_a_canonical_route_string_is_held_as_its_bytes() -> None:
 def test_an_unknown_form_is_refused(form: Any, *, arrays: bool) -> None:
     with pytest.raises(ValueError, match=r"."):
         unpack_experts(form, arrays=arrays)
+
+
+def test_experts_that_hold_themselves_are_refused_and_their_size_is_asked_in_vain() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert expert_bytes(endless) >= 0
+    with pytest.raises((InvalidRecordError, ValueError)):
+        pack_experts(endless)
+
+
+@pytest.mark.parametrize("experts", [np.array(5), np.ma.masked_array([1, 2, 3], mask=[False, True, False])])
+def test_arrays_without_a_dimension_or_with_a_mask_are_refused(experts: Any) -> None:
+    with pytest.raises(InvalidRecordError, match="no dimension, or masked"):
+        pack_experts(experts)
+
+
+@pytest.mark.parametrize("form", [{"a": "x" * 3_000}, ["x" * 3_000], "x" * 3_000, np.zeros(3_000, "u1")])
+def test_the_size_of_every_form_is_counted_by_what_it_holds(form: Any) -> None:
+    assert expert_bytes(form) >= 3_000

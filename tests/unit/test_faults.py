@@ -214,3 +214,8 @@ def test_what_a_unix_connection_wraps_means_the_same(
 @pytest.mark.parametrize("error", TRANSIENT, ids=repr)
 def test_a_wrapped_error_of_a_server_that_is_away_is_asked_again_too(error: Exception) -> None:
     assert is_transient(wrapped(error))
+
+
+def test_a_script_that_an_operator_stopped_is_tried_again() -> None:
+    said = "Script killed by user with SCRIPT KILL. script: 1a, on @user_script:1."
+    assert is_transient(redis_errors.ResponseError(said))

@@ -325,3 +325,20 @@ async def test_closing_answers_what_waits_and_refuses_what_comes_later(lanes: La
     with pytest.raises(BackendUnavailableError, match="closed"):
         submit(lanes, peek(b"later"))
     await lanes.close()
+
+
+async def test_a_step_whose_caller_left_keeps_no_bytes_until_a_lane_comes_across_it(
+    lanes: Lanes, server: Server
+) -> None:
+    server.open.clear()
+    first = []
+    for number in range(LANES):
+        first.append(submit(lanes, peek(b"key %d" % number)))
+        async with asyncio.timeout(PATIENCE_S):
+            await server.begun.acquire()
+    left = submit(lanes, Call(Step.PUT, b"large", (bytes(1000),)))
+    left.cancel()
+    await asyncio.sleep(0)
+    assert [job.call.nbytes for job in lanes._jobs] == [0]
+    server.open.set()
+    await answers(first)

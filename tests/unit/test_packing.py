@@ -336,3 +336,13 @@ def test_what_is_no_list_of_finite_floats_is_refused(values: Any) -> None:
 def test_floats_of_an_unknown_type_or_with_a_part_of_an_element_are_refused(kind: str, size: int) -> None:
     with pytest.raises(ValueError, match="not a packed float array"):
         unpack_log_probs(Packed(kind, b"\0" * size))
+
+
+@pytest.mark.parametrize(
+    "ids", [np.array(3), np.ma.masked_array([1, 2, 3], mask=[False, True, False]), np.ones((2, 2), "i4")]
+)
+def test_ids_without_a_dimension_with_two_or_with_a_mask_are_refused(ids: Any) -> None:
+    with pytest.raises(InvalidRecordError, match="one-dimensional array of integers"):
+        joined_ids(ids, [1])
+    with pytest.raises(InvalidRecordError, match="one-dimensional array of floats"):
+        pack_log_probs(ids.astype("f4"))
