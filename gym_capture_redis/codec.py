@@ -41,6 +41,7 @@ DIGEST_BYTES = 32
 CHECK_BYTES = 16
 MAX_DETAILS_BYTES = 65_536
 """Limit of a refusal's details."""
+
 _OMITTED_VALUES: dict[str, Any] = {
     "schema_version": 1,
     "model": "",
@@ -173,7 +174,8 @@ def encode_taken(
 
     """
     small_fields = entry.small_fields
-    subject = {name: small_fields.get(name) for name in ("rollout_id", "model_call_id")}
+    rollout_id, model_call_id = entry.subject()
+    subject = {"rollout_id": rollout_id, "model_call_id": model_call_id}
     try:
         ids, prompt_length = joined_ids(entry.prompt_token_ids, entry.generation_token_ids)
         log_probs = pack_log_probs(entry.generation_log_probs)
@@ -183,7 +185,6 @@ def encode_taken(
         content = _Content(
             _without_omitted(small_fields), sequence.end, sequence.tail, prompt_length, log_probs, experts
         )
-        rollout_id, model_call_id = (small_fields[name] for name in SUBJECT_FIELDS)
         record = content.packed()
         digest = content.digest(rollout_id, model_call_id)
         seal = _sealed(rollout_id, model_call_id, digest, record)

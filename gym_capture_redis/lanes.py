@@ -29,7 +29,6 @@ _SHORTEST_ATTEMPT_S = 1.0
 _ATTEMPTS_IN_A_DEADLINE = 4
 _SLOWEST_BYTES_PER_S = 10 * 2**20
 
-
 _NOTHING = Call(Step.PEEK, b"", ())
 
 
@@ -170,7 +169,8 @@ def closed_error() -> BackendUnavailableError:
 
 async def _send(link: Link, batch: Sequence[Job]) -> None:
     """Send the batch as one pipeline of few script calls, and give each job its own reply."""
-    groups = _groups(batch)
+    # While the connection was made some callers may have left, and their steps with them.
+    groups = _groups([job for job in batch if not job.reply.done()])
     answers = await link.pipeline(
         [
             command([job.call for job in group], flagged=link.flagged, by_source=group[0].by_source)

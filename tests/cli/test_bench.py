@@ -201,7 +201,6 @@ def test_an_interrupted_run_removes_what_it_wrote(
         deadline = time.monotonic() + 60
         while not keys_of_the_benchmark(valkey9) and time.monotonic() < deadline:
             time.sleep(0.01)  # polling for its first keys, bounded by the deadline
-        time.sleep(1)
         if with_signal is signal.SIGINT:  # a terminal sends it to the whole group
             os.killpg(process.pid, with_signal)
         else:

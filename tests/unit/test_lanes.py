@@ -342,3 +342,23 @@ async def test_a_step_whose_caller_left_keeps_no_bytes_until_a_lane_comes_across
     assert [job.call.nbytes for job in lanes._jobs] == [0]
     server.open.set()
     await answers(first)
+
+
+async def test_a_caller_that_leaves_while_the_connection_is_made_sends_nothing(
+    lanes: Lanes, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, allowed = asyncio.Event(), asyncio.Event()
+
+    async def acquire(_: EmbeddedLease) -> None:
+        asked.set()
+        await allowed.wait()
+
+    monkeypatch.setattr(EmbeddedLease, "acquire", acquire)
+    left, stayed = [submit(lanes, call) for call in calls(2)]
+    async with asyncio.timeout(PATIENCE_S):
+        await asked.wait()
+    left.cancel()
+    await asyncio.sleep(0)
+    allowed.set()
+    assert await answers([stayed]) == [b"key 1"]
+    assert server.batches == [[b"key 1"]]
