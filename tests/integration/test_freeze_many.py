@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from support.backends import EVERY_KIND, place_of
 from support.sample_entries import exact, exact_dump, sample_entry
 from support.sequences import random_ids
-from support.servers import RealServer
 
-from gym_capture_redis import connection, reading
+from gym_capture_redis import reading
 from gym_capture_redis import source as source_module
 from gym_capture_redis.errors import (
     BackendUnavailableError,
@@ -69,22 +69,11 @@ class Backend:
         await asyncio.gather(*(self.sink.put(entry) for name in rollouts for entry in entries_of(name)))
 
 
-@pytest.fixture(params=["valkey9", "redis7", "fakeredis"])
+@pytest.fixture(params=EVERY_KIND)
 async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Backend]:
-    with contextlib.ExitStack() as stack:
-        if request.param == "fakeredis":
-            from fakeredis import FakeRedis, FakeServer
-
-            url, durability = f"fakeredis://{namespace}", "memory"
-            server = connection._FAKE_SERVERS.setdefault(namespace, FakeServer())
-            client: redis.Redis = stack.enter_context(FakeRedis(server=server))
-        else:
-            real: RealServer = request.getfixturevalue(request.param)
-            url, durability = real.url, "aof"
-            client = stack.enter_context(real.client())
-        sink = RedisTokenSink(url, namespace=namespace, durability=durability)
-        async with sink:
-            yield Backend(url, namespace, durability, client, sink)  # type: ignore[arg-type]
+    with place_of(request, namespace) as place:
+        async with RedisTokenSink(place.url, namespace=namespace, durability=place.durability) as sink:
+            yield Backend(place.url, namespace, place.durability, place.redis, sink)
 
 
 def entries_of(rollout: str) -> list[TokenEntry]:

@@ -15,12 +15,12 @@ import msgpack
 import numpy as np
 import pytest
 import redis
+from support.backends import EVERY_KIND, place_of
 from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
-from support.servers import RealServer
 from support.stored_state import hash_fields, read_state
 
-from gym_capture_redis import codec, connection
+from gym_capture_redis import codec
 from gym_capture_redis.errors import (
     CallConflictError,
     RecordTooLargeError,
@@ -96,20 +96,11 @@ class Backend:
         self.counts_are_right()
 
 
-@pytest.fixture(params=["valkey9", "redis7", "fakeredis"])
+@pytest.fixture(params=EVERY_KIND)
 async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Backend]:
     async with contextlib.AsyncExitStack() as stack:
-        url, durability = f"fakeredis://{namespace}", "memory"
-        if request.param == "fakeredis":
-            from fakeredis import FakeRedis, FakeServer
-
-            server = connection._FAKE_SERVERS.setdefault(namespace, FakeServer())
-            client: redis.Redis = stack.enter_context(FakeRedis(server=server))
-        else:
-            real: RealServer = request.getfixturevalue(request.param)
-            url, durability = real.url, "aof"
-            client = stack.enter_context(real.client())
-        yield Backend(url, namespace, durability, client, stack)  # type: ignore[arg-type]
+        place = stack.enter_context(place_of(request, namespace))
+        yield Backend(place.url, namespace, place.durability, place.redis, stack)
 
 
 only_real = pytest.mark.parametrize("backend", ["valkey9", "redis7"], indirect=True)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import redis
 from redis.exceptions import NoScriptError, ResponseError
+from support.backends import EVERY_KIND, place_of
 from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
-from support.servers import RealServer
 from support.stored_state import read_state
 
-from gym_capture_redis import codec, connection, lanes, scripts
+from gym_capture_redis import codec, lanes, scripts
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import (
     CaptureError,
@@ -91,18 +91,10 @@ class Backend:
         return held
 
 
-@pytest.fixture(params=["valkey9", "redis7", "fakeredis"])
+@pytest.fixture(params=EVERY_KIND)
 def backend(request: pytest.FixtureRequest, namespace: str) -> Iterator[Backend]:
-    if request.param == "fakeredis":
-        from fakeredis import FakeRedis, FakeServer
-
-        server = connection._FAKE_SERVERS.setdefault(namespace, FakeServer())
-        with FakeRedis(server=server) as client:
-            yield Backend(f"fakeredis://{namespace}", namespace, "memory", client)
-    else:
-        real: RealServer = request.getfixturevalue(request.param)
-        with real.client() as client:
-            yield Backend(real.url, namespace, "aof", client)
+    with place_of(request, namespace) as place:
+        yield Backend(place.url, namespace, place.durability, place.redis)
 
 
 # One script call, as it is
