@@ -11,10 +11,11 @@ from typing import Any
 from redis import exceptions as redis_errors
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from gym_capture_redis.connection import Link, ask, user_of
+from gym_capture_redis.connection import Connected, Link, ask, prepare, user_of
 from gym_capture_redis.faults import is_transient
 from gym_capture_redis.node import Node
 from gym_capture_redis.server_url import Address
+from gym_capture_redis.servers_seen import ServersSeen
 from gym_capture_redis.settings import ConnectionSettings
 
 _ASK_TIMEOUT_S = 1.0
@@ -28,8 +29,10 @@ class Cluster:
     down; a slot that has moved is learned from the node that had it.
     """
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ConnectionSettings, seen: ServersSeen, connected: Connected) -> None:
         self._settings = settings
+        self._seen = seen
+        self._connected = connected
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         self._stale = True
@@ -76,9 +79,10 @@ class Cluster:
         return node
 
     async def _open_link(self, address: Address) -> Link:
-        link = Link(self._settings, address)
-        await link.connect()
-        return link
+        link = Link(self._settings, address, self._seen)
+        return await prepare(
+            link, partial(self._connected, link, lambda key: self._slots[key_slot(key)] == address)
+        )
 
     def _named_by(self, error: redis_errors.AskError, node: Node) -> Address:
         """The address in a redirection; a node that does not know its own host leaves it out."""

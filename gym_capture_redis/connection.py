@@ -9,6 +9,7 @@ import asyncio
 import os
 import secrets
 import socket
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from redis.asyncio.connection import (
@@ -31,6 +32,7 @@ from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.parts import PART_BYTES
 from gym_capture_redis.server_check import CONFIG_NAMES, ServerFacts, check_server
 from gym_capture_redis.server_url import Address
+from gym_capture_redis.servers_seen import ServersSeen, Standing
 from gym_capture_redis.settings import ConnectionSettings, TlsSettings
 
 if TYPE_CHECKING:
@@ -45,14 +47,18 @@ _FAKE_SERVERS: dict[str, Any] = {}
 class Link:
     """One connection to a server, given by address or path of its socket. Belongs to one task.
 
-    ``run_id`` tells which server process answered last: another one may have forgotten what the
-    first had acknowledged.
+    ``standing`` tells which server process answers: another one may have forgotten what the first had
+    acknowledged.
     """
 
-    def __init__(self, settings: ConnectionSettings, server: Address | str) -> None:
+    def __init__(
+        self, settings: ConnectionSettings, server: Address | str, seen: ServersSeen | None = None
+    ) -> None:
         self._settings = settings
+        self._place = server
+        self._seen = seen or ServersSeen(settings.settle_s)
         self._server = str(settings.url)
-        self.run_id = ""
+        self.standing = Standing()
         self._transport: asyncio.WriteTransport | None = None
         if settings.url.scheme == "fakeredis":
             self._connection = self._open_fake()
@@ -60,6 +66,11 @@ class Link:
             self._connection = _new_connection(
                 settings, server, db=settings.url.db, redis_connect_func=self._verify, **user_of(settings)
             )
+
+    @property
+    def run_id(self) -> str:
+        """Run id of the server process; empty where it has none."""
+        return self.standing.run_id
 
     @property
     def flagged(self) -> bool:
@@ -143,7 +154,22 @@ class Link:
             # redis-py cleans up after its own errors only.
             await connection.disconnect(nowait=True)
             raise
-        self.run_id = facts.run_id
+        self.standing = self._seen.meet(self._place, facts)
+
+
+Connected = Callable[[Link, Callable[[bytes], bool]], Awaitable[None]]
+"""What is done over a new connection before it is used; told which keys its server holds."""
+
+
+async def prepare(link: Link, connected: Callable[[], Awaitable[None]]) -> Link:
+    """Connect, and do what comes before the first step; close the link if that fails."""
+    try:
+        await link.connect()
+        await connected()
+    except BaseException:
+        await link.close()
+        raise
+    return link
 
 
 class EmbeddedLease:

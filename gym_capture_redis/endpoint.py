@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Generic, NoReturn, Self, TypeVar
 
 from gym_capture_redis.errors import (
@@ -11,10 +10,13 @@ from gym_capture_redis.errors import (
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
 )
-from gym_capture_redis.executor import Executor, PerLoop, Subject
+from gym_capture_redis.executor import Executor, PerLoop
+from gym_capture_redis.healing import Healer
 from gym_capture_redis.keys import rollout_key, validate_rollout_id
 from gym_capture_redis.scripts import Reply
+from gym_capture_redis.servers_seen import ServersSeen
 from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.subject import Subject
 
 SettingsT = TypeVar("SettingsT", bound=ConnectionSettings)
 
@@ -35,9 +37,10 @@ _REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
 class Endpoint(Generic[SettingsT]):
     """Base of ``RedisTokenSink`` and ``RedisTokenSource``. Opens nothing until it is used."""
 
-    def __init__(self, settings: SettingsT) -> None:
+    def __init__(self, settings: SettingsT, healer: Healer | None = None) -> None:
         self._settings = settings
-        self._executors = PerLoop(lambda: Executor(settings))
+        seen = ServersSeen(settings.settle_s)
+        self._executors = PerLoop(lambda: Executor(settings, seen, healer))
 
     async def close(self) -> None:
         """Release the connections of the running event loop. Idempotent.
@@ -61,11 +64,6 @@ class Endpoint(Generic[SettingsT]):
 
     def _key(self, rollout_id: str) -> bytes:
         return rollout_key(self._settings.namespace, validate_rollout_id(rollout_id))
-
-
-def new_incarnation() -> str:
-    """Make a random name (128 bits) for a new attempt of a rollout."""
-    return secrets.token_hex(16)
 
 
 def raise_refusal(reply: Reply, subject: Subject) -> NoReturn:

@@ -19,6 +19,7 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 from __future__ import annotations
 
 import re
+import secrets
 
 from gym_capture_redis.errors import InvalidIdentifierError
 
@@ -48,6 +49,11 @@ _GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 def rollout_key(namespace: str, rollout_id: str) -> bytes:
     """Key of the rollout's hash. Both parts must have been validated."""
     return f"gymcap:{{{namespace}/{rollout_id}}}".encode("ascii")
+
+
+def new_incarnation() -> str:
+    """Make a random name (128 bits) for a new attempt of a rollout."""
+    return secrets.token_hex(16)
 
 
 def refusal_row(code: str) -> bytes:

@@ -17,6 +17,7 @@ from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
+from gym_capture_redis.faults import is_unknown_script
 from gym_capture_redis.scripts import Argument, Call, Reply, Step, command, read_replies
 from gym_capture_redis.settings import ConnectionSettings
 
@@ -118,7 +119,7 @@ class Lanes:
                 try:
                     async with asyncio.timeout(self._attempt_s(batch)):
                         link = link or await self._open_link()
-                        await self._send(link, batch)
+                        await send(link, batch, one_key=self._one_key)
                 except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
                     # Their own deadlines are theirs: here only this attempt has taken too long.
                     _fail(
@@ -167,31 +168,6 @@ class Lanes:
                 nbytes += job.call.nbytes + job.call.reply_bytes
         return batch
 
-    async def _send(self, link: Link, batch: Sequence[Job]) -> None:
-        """Send the batch as one pipeline of few script calls, and give each job its own reply."""
-        # While the connection was made some callers may have left, and their steps with them.
-        groups = _groups([job for job in batch if not job.reply.done()], one_key=self._one_key)
-        commands: list[tuple[Argument, ...]] = []
-        for group in groups:
-            if group[0].asking:
-                commands.append(("ASKING",))
-            calls = [job.call for job in group]
-            commands.append(command(calls, flagged=link.flagged, by_source=group[0].by_source))
-        answers = await link.pipeline(commands)
-        answers = [answer for sent, answer in zip(commands, answers, strict=True) if sent != ("ASKING",)]
-        for group, answer in zip(groups, _read(link, groups, answers), strict=True):
-            if isinstance(answer, Exception):
-                _fail(group, answer)
-                continue
-            for job, reply in zip(group, answer, strict=True):
-                if isinstance(reply, Exception):
-                    _fail([job], reply)
-                elif not job.reply.done():
-                    job.reply.set_result(reply)
-        for answer in answers:
-            if isinstance(answer, ReadOnlyError):
-                raise answer  # no primary any more: this connection is of no use
-
     def _attempt_s(self, batch: Sequence[Job]) -> float:
         """How long one attempt may take: a connection that fell silent must leave time for another."""
         left_s = max(job.deadline for job in batch) - asyncio.get_running_loop().time()
@@ -199,20 +175,66 @@ class Lanes:
         return min(left_s, share_s + sum(job.call.nbytes for job in batch) / _SLOWEST_BYTES_PER_S)
 
 
+async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[Reply | Exception]:
+    """Run steps over a connection at once, outside the lanes, and return what each was answered."""
+    loop = asyncio.get_running_loop()
+    jobs = [
+        Job(call, by_source=False, asking=False, deadline=0.0, reply=loop.create_future()) for call in calls
+    ]
+    try:
+        await send(link, jobs, one_key=one_key)
+        unknown = [job for job in jobs if is_unknown_script(job.reply.exception() or OSError())]
+        for job in unknown:
+            job.by_source, job.reply = True, loop.create_future()
+        if unknown:
+            await send(link, unknown, one_key=one_key)
+    finally:
+        outcomes = [_outcome(job.reply) for job in jobs]
+    return outcomes
+
+
 def closed_error() -> BackendUnavailableError:
     """What is said to whoever comes after the client was closed, or waited when it was."""
     return BackendUnavailableError("the client was closed meanwhile")
 
 
-def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
-    """The jobs that one script call can hold: the same short step, each in the order they came.
+async def send(link: Link, batch: Sequence[Job], *, one_key: bool) -> None:
+    """Send the batch as one pipeline of few script calls, and give each job its own reply.
 
-    With ``one_key`` of one rollout only, as in a Cluster, where other keys are in other slots.
+    With ``one_key`` each script call is about one rollout, as in a Cluster, where others are in other slots.
     """
+    # While the connection was made some callers may have left, and their steps with them.
+    groups = _groups([job for job in batch if not job.reply.done()], one_key=one_key)
+    commands: list[tuple[Argument, ...]] = []
+    for group in groups:
+        if group[0].asking:
+            commands.append(("ASKING",))
+        calls = [job.call for job in group]
+        commands.append(
+            command(calls, flagged=link.flagged, by_source=group[0].by_source, server=link.standing.words)
+        )
+    answers = await link.pipeline(commands)
+    answers = [answer for sent, answer in zip(commands, answers, strict=True) if sent != ("ASKING",)]
+    for group, answer in zip(groups, _read(link, groups, answers), strict=True):
+        if isinstance(answer, Exception):
+            _fail(group, answer)
+            continue
+        for job, reply in zip(group, answer, strict=True):
+            if isinstance(reply, Exception):
+                _fail([job], reply)
+            elif not job.reply.done():
+                job.reply.set_result(reply)
+    for answer in answers:
+        if isinstance(answer, ReadOnlyError):
+            raise answer  # no primary any more: this connection is of no use
+
+
+def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
+    """The jobs that one script call can hold: the same short step, each in the order they came."""
     groups: dict[object, list[Job]] = {}
     for number, job in enumerate(batch):
         joins = job.call.step.is_short and job.call.nbytes <= MAX_JOINED_BYTES
-        alike = (job.call.step, job.by_source, job.asking, job.call.key if one_key else b"")
+        alike = (job.call.step, job.call.healing, job.by_source, job.asking, job.call.key if one_key else b"")
         groups.setdefault(alike if joins else number, []).append(job)
     return list(groups.values())
 
@@ -229,6 +251,14 @@ def _read(
         ]
     except ValueError:
         raise InvalidResponse("a reply has a form that no step gives") from None
+
+
+def _outcome(reply: asyncio.Future[Reply]) -> Reply | Exception:
+    """What a step was answered, taken note of: asyncio complains of an error that nobody looked at."""
+    if not reply.done():
+        return NoReplyError("no reply")
+    error = reply.exception()
+    return error if isinstance(error, Exception) else reply.result()
 
 
 async def _close(link: Link | None) -> None:

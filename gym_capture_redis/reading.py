@@ -11,13 +11,15 @@ from typing import TypeVar
 
 from gym_capture_redis import scripts
 from gym_capture_redis.codec import EntryType
-from gym_capture_redis.endpoint import new_incarnation, raise_refusal
+from gym_capture_redis.endpoint import raise_refusal
 from gym_capture_redis.errors import CaptureError
-from gym_capture_redis.executor import Executor, Subject
+from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget, Hold
+from gym_capture_redis.keys import new_incarnation
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
 from gym_capture_redis.settings import SourceSettings
 from gym_capture_redis.snapshot import SnapshotAssembly
+from gym_capture_redis.subject import Subject
 
 READERS = 16
 """Rollouts that ``freeze_many`` reads at the same time."""
@@ -70,7 +72,7 @@ class RolloutReader:
             max_bytes=self._chunk_bytes,
         )
         while True:
-            reply = await self._executor.run(call, subject, deadline=deadline)
+            reply = await self._executor.run_settled(call, subject, deadline=deadline)
             if reply.code != "OK":
                 raise_refusal(reply, subject)
             frozen = scripts.Frozen.parse(reply)

@@ -27,6 +27,9 @@ class ServerFacts:
     still_starting: str
     """Why nothing can be said yet: the data is being loaded, or the first append-only file written."""
     is_primary: bool = True
+    uptime_s: float = 0.0
+    was_promoted: bool = False
+    """Whether it went on with the data of another server, or of the process before it."""
 
     @classmethod
     def parse(cls, info: bytes, config: Mapping[str, str] | None) -> ServerFacts:
@@ -42,7 +45,13 @@ class ServerFacts:
             appendfsync=None if config is None else config.get("appendfsync"),
             still_starting=_still_starting(fields),
             is_primary=fields.get("role") != "slave",
+            uptime_s=_seconds(fields.get("uptime_in_seconds", "")),
+            was_promoted=bool(fields.get("master_replid2", "").strip("0")),
         )
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.isascii() and text.isdigit() else 0.0
 
 
 def _still_starting(fields: Mapping[str, str]) -> str:

@@ -67,6 +67,10 @@ class ConnectionSettings(BaseModel):
     durability: Durability = "aof"
     """``memory``: lost with the server's memory. ``aof``: survives the server process.
     ``fsync``: survives the machine. Checked against the server on every new connection."""
+    settle_s: Seconds = 5.0
+    """How long workers get to put back what a server forgot that restarted or was promoted: a sink keeps its
+    newest steps for so long, and a source waits for so long before it freezes what may be short of some.
+    The same for all, and less than ``timeout_s``."""
     assume_appendfsync: Literal["everysec", "always"] | None = None
     """What ``appendfsync`` is, where the server forbids CONFIG and it cannot be asked."""
 
@@ -119,6 +123,15 @@ class SinkSettings(ConnectionSettings):
     """Largest encoded record with its tokens; Redis itself refuses 512 MiB and more."""
     prefix_cache_bytes: int = Field(default=256 * 2**20, ge=0)
     """Memory for the prompts of the newest rollouts, which spares hashing and sending them again."""
+    max_recent_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Memory for the steps of the last ``settle_s``, to be put back if the server forgets them."""
+
+    @property
+    def server_may_forget(self) -> bool:
+        """Whether a server that keeps its promise may come back without acknowledged steps."""
+        if self.url.scheme == "fakeredis":
+            return False
+        return self.durability != "fsync" or self.url.topology != "standalone"
 
 
 class SourceSettings(ConnectionSettings):

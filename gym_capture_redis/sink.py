@@ -10,11 +10,13 @@ from typing import Any
 from gym_capture_redis import codec, scripts, taking
 from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.block_cache import BlockCache
-from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
+from gym_capture_redis.endpoint import Endpoint, raise_refusal
 from gym_capture_redis.errors import InvalidRecordError
-from gym_capture_redis.executor import Executor, Subject
-from gym_capture_redis.keys import validate_call_id, validate_refusal_code
+from gym_capture_redis.executor import Executor
+from gym_capture_redis.healing import Healer
+from gym_capture_redis.keys import new_incarnation, validate_call_id, validate_refusal_code
 from gym_capture_redis.settings import SinkSettings
+from gym_capture_redis.subject import Subject
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,9 @@ class RedisTokenSink(Endpoint[SinkSettings]):
     """
 
     def __init__(self, url: str | None = None, *, namespace: str = "default", **settings: Any) -> None:
-        super().__init__(SinkSettings.build(url, namespace, settings))
+        built = SinkSettings.build(url, namespace, settings)
         self._attempts = AttemptMemory()
+        super().__init__(built, Healer(built, self._attempts) if built.server_may_forget else None)
         self._blocks = BlockCache(self._settings.prefix_cache_bytes)
 
     async def put(self, entry: Any) -> None:
@@ -172,9 +175,10 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             )
             call = scripts.mark(
                 key,
-                subject.model_call_id or "",
+                "",
                 new_incarnation=new_incarnation(),
                 incarnation=reply.incarnation,
+                reason="lost",
             )
             await executor.run(call, subject, deadline=deadline, urgent=True)
         self._attempts.note(subject.rollout_id, reply)

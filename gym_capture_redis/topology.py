@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from gym_capture_redis.cluster import Cluster
-from gym_capture_redis.connection import EmbeddedLease, Link
+from gym_capture_redis.connection import Connected, EmbeddedLease, Link, prepare
 from gym_capture_redis.node import Node
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
+from gym_capture_redis.servers_seen import ServersSeen
 from gym_capture_redis.settings import ConnectionSettings
 
 
@@ -36,8 +38,10 @@ class Topology(Protocol):
 class OneServer:
     """All rollouts are on one server; behind sentinels it is whichever is the primary now."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ConnectionSettings, seen: ServersSeen, connected: Connected) -> None:
         self._settings = settings
+        self._seen = seen
+        self._connected = connected
         self._embedded = EmbeddedLease(settings)
         self._sentinels = Sentinels(settings)
         self._node = Node(settings, self._open_link)
@@ -58,9 +62,8 @@ class OneServer:
         await self._embedded.release()
 
     async def _open_link(self) -> Link:
-        link = Link(self._settings, await self._place())
-        await link.connect()
-        return link
+        link = Link(self._settings, await self._place(), self._seen)
+        return await prepare(link, partial(self._connected, link, lambda _: True))
 
     async def _place(self) -> Address | str:
         url = self._settings.url
@@ -71,6 +74,7 @@ class OneServer:
         return url.path if url.scheme == "unix" else url.addresses[0]
 
 
-def new_topology(settings: ConnectionSettings) -> Topology:
-    """The topology that the URL names."""
-    return Cluster(settings) if settings.url.topology == "cluster" else OneServer(settings)
+def new_topology(settings: ConnectionSettings, seen: ServersSeen, connected: Connected) -> Topology:
+    """The topology that the URL names. ``connected`` is awaited before a new connection is used."""
+    kind = Cluster if settings.url.topology == "cluster" else OneServer
+    return kind(settings, seen, connected)

@@ -6,7 +6,12 @@
 
 local key, first -- of the entry at hand: its rollout, and where in ARGV its arguments begin
 
-local STATE_FORM = '^(%d+) ([%w-]+) (%l+) ([%w-]*) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$'
+-- What the client says of this server: its name, which new rollouts keep ('-': unknown, or it may have forgotten
+-- an earlier life of the rollout); and whose rollouts may still be about to get back what it forgot: '' none,
+-- 'other' those begun under another name, 'any' all, unknown ones too.
+local server, unsettled = ARGV[1], ARGV[2]
+
+local STATE_FORM = '^(%d+) ([%w-]+) ([%w-]+) (%l+) ([%w-]*) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$'
 local NO_BLOCK = string.rep('\0', 16) -- in place of a block's name
 local DIGEST_END = 33 -- where the digest ends in a call's row; it tells the content, what follows the bytes
 local MOST_STATE_BYTES = 400 -- of all words but the ends
@@ -26,13 +31,13 @@ end
 
 -- The numbers stay strings until something is added to them, which Lua does without being asked.
 local function parse_state(raw)
-  local format, incarnation, status, snapshot, version, seq, records, intents, failures, refusals, blocks,
-    ids, bytes, ends = string.match(raw, STATE_FORM)
+  local format, incarnation, born_under, status, snapshot, version, seq, records, intents, failures, refusals,
+    blocks, ids, bytes, ends = string.match(raw, STATE_FORM)
   if format == FORMAT and valid_status(status, snapshot)
       and #version <= MOST_DIGITS and #seq <= MOST_DIGITS and #raw - #ends <= MOST_STATE_BYTES then
     return {
-      incarnation = incarnation, status = status, snapshot = snapshot, version = version, seq = seq,
-      records = records, intents = intents, failures = failures, refusals = refusals, blocks = blocks,
+      incarnation = incarnation, server = born_under, status = status, snapshot = snapshot, version = version,
+      seq = seq, records = records, intents = intents, failures = failures, refusals = refusals, blocks = blocks,
       ids = ids, bytes = bytes, ends = ends,
     }, nil
   end
@@ -51,16 +56,16 @@ local function load_state()
 end
 
 local function format_state(state)
-  return string.format('%s %s %s %s %d %d %d %d %d %d %d %d %d ',
-    FORMAT, state.incarnation, state.status, state.snapshot, state.version, state.seq, state.records,
+  return string.format('%s %s %s %s %s %d %d %d %d %d %d %d %d %d ',
+    FORMAT, state.incarnation, state.server, state.status, state.snapshot, state.version, state.seq, state.records,
     state.intents, state.failures, state.refusals, state.blocks, state.ids, state.bytes) .. state.ends
 end
 
 -- A new rollout, which is there once its state is written.
 local function new_state(incarnation)
   return {
-    incarnation = incarnation, status = 'open', snapshot = '', version = 0, seq = 0, records = 0,
-    intents = 0, failures = 0, refusals = 0, blocks = 0, ids = 0, bytes = 0, ends = '',
+    incarnation = incarnation, server = server, status = 'open', snapshot = '', version = 0, seq = 0,
+    records = 0, intents = 0, failures = 0, refusals = 0, blocks = 0, ids = 0, bytes = 0, ends = '',
   }
 end
 
@@ -94,6 +99,11 @@ local function mark_failure(state, call, failure_code)
     state.failures = state.failures + 1
     write(state, trace, '0:' .. field, field, string.format('%.0f ', failed_ms) .. failure_code)
   end
+end
+
+-- Whether workers may be about to put back what the server forgot of this rollout; nil for an unknown one.
+local function is_unsettled(state)
+  return unsettled == 'any' or unsettled == 'other' and state ~= nil and state.server ~= server
 end
 
 -- Names of chain ends without this one.
@@ -140,7 +150,8 @@ end
 
 -- Appends what the steps from number `from` on wrote to `rows`, up to about max_bytes and 1,000 steps:
 -- {what the step wrote (kind and call), its value, the call's row (for a record), names of the blocks it
--- brought, the blocks}; of a stage, kind and value are 'p:' and nothing. An intent that is settled by now says
+-- brought, the blocks}; of a stage, kind and value are 'p:' and nothing; of a step that is not there, nothing and
+-- its number. An intent that is settled by now says
 -- nothing, and is left out. Returns the number to go on from.
 local function collect_rows(state, from, max_bytes, rows)
   local traces = {}
@@ -150,6 +161,7 @@ local function collect_rows(state, from, max_bytes, rows)
   while at <= #traces and (bytes < max_bytes or at == 1) do
     local field, names = read_trace(traces[at])
     local row, settled = {field, false, false, names or '', {}}, false
+    if not field then row[2] = string.format('%d', from + at - 1) end
     if names then
       local kind, call = string.sub(field, 1, 2), string.sub(field, 3)
       if kind == 'r:' and bytes > 0 then
