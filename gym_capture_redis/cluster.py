@@ -15,7 +15,6 @@ from gym_capture_redis.connection import Connected, Link, ask, prepare, user_of
 from gym_capture_redis.faults import is_transient
 from gym_capture_redis.node import Node
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.servers_seen import ServersSeen
 from gym_capture_redis.settings import ConnectionSettings
 
 _ASK_TIMEOUT_S = 1.0
@@ -29,9 +28,8 @@ class Cluster:
     down; a slot that has moved is learned from the node that had it.
     """
 
-    def __init__(self, settings: ConnectionSettings, seen: ServersSeen, connected: Connected) -> None:
+    def __init__(self, settings: ConnectionSettings, connected: Connected) -> None:
         self._settings = settings
-        self._seen = seen
         self._connected = connected
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
@@ -79,7 +77,7 @@ class Cluster:
         return node
 
     async def _open_link(self, address: Address) -> Link:
-        link = Link(self._settings, address, self._seen)
+        link = Link(self._settings, address)
         return await prepare(
             link, partial(self._connected, link, lambda key: self._slots[key_slot(key)] == address)
         )

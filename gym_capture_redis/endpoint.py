@@ -14,7 +14,6 @@ from gym_capture_redis.executor import Executor, PerLoop
 from gym_capture_redis.healing import Healer
 from gym_capture_redis.keys import rollout_key, validate_rollout_id
 from gym_capture_redis.scripts import Reply
-from gym_capture_redis.servers_seen import ServersSeen
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.subject import Subject
 
@@ -39,8 +38,7 @@ class Endpoint(Generic[SettingsT]):
 
     def __init__(self, settings: SettingsT, healer: Healer | None = None) -> None:
         self._settings = settings
-        seen = ServersSeen(settings.settle_s)
-        self._executors = PerLoop(lambda: Executor(settings, seen, healer))
+        self._executors = PerLoop(lambda: Executor(settings, healer))
 
     async def close(self) -> None:
         """Release the connections of the running event loop. Idempotent.

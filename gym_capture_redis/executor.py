@@ -12,15 +12,21 @@ from typing import TypeVar
 from redis.exceptions import ClusterDownError
 
 from gym_capture_redis.connection import Link
-from gym_capture_redis.errors import BackendUnavailableError, CaptureError
-from gym_capture_redis.faults import explain, final_error, is_transient, is_unknown_script
+from gym_capture_redis.errors import BackendUnavailableError, CaptureError, DurabilityError
+from gym_capture_redis.faults import (
+    NotConfirmedError,
+    NotSettledError,
+    explain,
+    final_error,
+    is_transient,
+    is_unknown_script,
+)
 from gym_capture_redis.healing import Healer, Owns
 from gym_capture_redis.inflight import ByteBudget, Hold
 from gym_capture_redis.lanes import closed_error, exchange
 from gym_capture_redis.node import Node
 from gym_capture_redis.retry import Backoff
 from gym_capture_redis.scripts import Call, Reply, peek
-from gym_capture_redis.servers_seen import ServersSeen
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.topology import new_topology
@@ -37,15 +43,15 @@ T = TypeVar("T")
 class Executor:
     """Runs steps and other work within deadlines. Belongs to one event loop; opens nothing until used."""
 
-    def __init__(self, settings: ConnectionSettings, seen: ServersSeen, healer: Healer | None = None) -> None:
+    def __init__(self, settings: ConnectionSettings, healer: Healer | None = None) -> None:
         self._timeout_s = settings.timeout_s
+        self._durability, self._replicas = settings.durability, settings.replicas
         self._server = str(settings.url)
         self._one_key = settings.url.topology == "cluster"
-        self._seen = seen
         self._healer = healer
         self._healing = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
-        self._topology = new_topology(settings, seen, self._heal)
+        self._topology = new_topology(settings, self._heal)
         self._budget = ByteBudget(settings.max_inflight_bytes)
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
@@ -59,6 +65,7 @@ class Executor:
 
         Raises:
             BackendUnavailableError: no answer in time; the step may or may not have been applied.
+            DurabilityError: applied, but not confirmed in time as durable as promised.
             CaptureError: what the server's refusal means (see ``faults.final_error``).
 
         """
@@ -89,27 +96,6 @@ class Executor:
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
                 raise self._too_late(f"{self._server} gave no answer", subject, backoff.last)
             await asyncio.sleep(min(pause_s, left_s))
-
-    async def run_settled(self, call: Call, subject: Subject, *, deadline: float) -> Reply:
-        """Run a step that has to wait while workers may be putting back what the server forgot.
-
-        Raises:
-            CaptureError: as for ``run``; the wait would take longer than until ``deadline``.
-
-        """
-        while True:
-            reply = await self.run(call, subject, deadline=deadline)
-            if reply.code != "UNSETTLED":
-                return reply
-            wait_s = self._seen.unsettled_s(reply.run_id)
-            if asyncio.get_running_loop().time() + wait_s > deadline:
-                raise BackendUnavailableError(
-                    f"{self._server} came back a moment ago, and workers may still be putting back what it "
-                    f"forgot; nothing changed, try again in {wait_s:.1f} s ({subject})",
-                    rollout_id=subject.rollout_id,
-                    model_call_id=subject.model_call_id,
-                )
-            await asyncio.sleep(wait_s)
 
     def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply) -> None:
         """Keep what the server might forget, and watch it for as long as that may be."""
@@ -215,14 +201,25 @@ class Executor:
 
     def _too_late(
         self, what: str, subject: Subject, last: BaseException | None, cause: BaseException | None = None
-    ) -> BackendUnavailableError:
-        why = f" (last: {explain(last)})" if last is not None else ""
-        error = BackendUnavailableError(
-            f"{what} within {self._timeout_s:g} s{why}; "
-            f"the step on {subject} may or may not have been applied, and repeating it is safe",
-            rollout_id=subject.rollout_id,
-            model_call_id=subject.model_call_id,
-        )
+    ) -> CaptureError:
+        if isinstance(last, NotConfirmedError):
+            error: CaptureError = DurabilityError(
+                f"{self._server} applied the step on {subject}, but durability={self._durability!r} with "
+                f"replicas={self._replicas} was not confirmed within {self._timeout_s:g} s; a failure of the "
+                "server could still undo it. Repeating it is safe"
+            )
+        elif isinstance(last, NotSettledError):
+            error = BackendUnavailableError(
+                f"{self._server} was started or promoted a moment ago, and workers may still be putting back "
+                f"what it forgot; nothing changed on {subject}, try again in {last.left_s:.1f} s"
+            )
+        else:
+            why = f" (last: {explain(last)})" if last is not None else ""
+            error = BackendUnavailableError(
+                f"{what} within {self._timeout_s:g} s{why}; "
+                f"the step on {subject} may or may not have been applied, and repeating it is safe"
+            )
+        error.rollout_id, error.model_call_id = subject.rollout_id, subject.model_call_id
         error.__cause__ = last or cause
         return error
 

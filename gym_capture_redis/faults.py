@@ -12,6 +12,22 @@ from gym_capture_redis.errors import (
     UnsupportedFormatError,
 )
 
+
+class NotConfirmedError(Exception):
+    """The step was applied, but nothing confirmed its fsync, or its copies on replicas."""
+
+
+class NotSettledError(Exception):
+    """The server came back a moment ago, and workers may still be putting back what it forgot.
+
+    The step was not sent; it must wait for ``left_s``.
+    """
+
+    def __init__(self, left_s: float) -> None:
+        super().__init__(left_s)
+        self.left_s = left_s
+
+
 _TRY_AGAIN_CODES = frozenset(
     (
         "LOADING",
@@ -34,6 +50,8 @@ _TRY_AGAIN = (
     redis_errors.TryAgainError,
     redis_errors.AskError,
     redis_errors.InvalidResponse,
+    NotConfirmedError,
+    NotSettledError,
     OSError,
 )
 _KILLED = "Script killed"

@@ -28,9 +28,6 @@ _BATCH_STEPS = 64
 _BATCH_BYTES = 2**20
 _VERIFIED_AT_ONCE = 512
 
-_UNASKED_MARK_S = 86_400
-"""How long the mark of a rollout stays that the server does not know; it may have been consumed long ago."""
-
 _ORDER = {Step.BEGIN: 0, Step.STAGE: 1, Step.PUT: 2, Step.REFUSE: 3, Step.MARK: 4}
 """In a batch the steps of one kind go together; a put needs what was staged before it."""
 
@@ -80,7 +77,15 @@ class Healer:
             replies = await _sent(
                 send,
                 [
-                    (scripts.heal(step.call, seq=step.seq, incarnation=step.incarnation), step.subject)
+                    (
+                        scripts.heal(
+                            step.call,
+                            seq=step.seq,
+                            incarnation=step.incarnation,
+                            new_incarnation=new_incarnation(),
+                        ),
+                        step.subject,
+                    )
                     for step in here
                 ],
             )
@@ -120,7 +125,6 @@ class Healer:
                     new_incarnation=new_incarnation(),
                     incarnation=position.incarnation,
                     seq=position.seq,
-                    expire_s=_UNASKED_MARK_S,
                 ),
                 Subject(rollout_id),
             )

@@ -7,6 +7,7 @@ connection out of step.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
-from gym_capture_redis.faults import is_unknown_script
-from gym_capture_redis.scripts import Argument, Call, Reply, Step, command, read_replies
+from gym_capture_redis.faults import NotConfirmedError, NotSettledError, is_unknown_script
+from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step, command, read_replies
 from gym_capture_redis.settings import ConnectionSettings
 
 MAX_BATCH_CALLS = 64
@@ -31,6 +32,7 @@ _SHORTEST_ATTEMPT_S = 1.0
 _ATTEMPTS_IN_A_DEADLINE = 4
 _SLOWEST_BYTES_PER_S = 10 * 2**20
 
+_ASKING = ("ASKING",)
 _NOTHING = Call(Step.PEEK, b"", ())
 
 OpenLink = Callable[[], Awaitable[Link]]
@@ -175,6 +177,35 @@ class Lanes:
         return min(left_s, share_s + sum(job.call.nbytes for job in batch) / _SLOWEST_BYTES_PER_S)
 
 
+def closed_error() -> BackendUnavailableError:
+    """What is said to whoever comes after the client was closed, or waited when it was."""
+    return BackendUnavailableError("the client was closed meanwhile")
+
+
+async def send(link: Link, batch: Sequence[Job], *, one_key: bool) -> None:
+    """Send the batch as one pipeline of few script calls, and give each job its own reply.
+
+    With ``one_key`` each script call is about one rollout, as in a Cluster, where others are in other slots.
+    """
+    left_s = link.settles_at_s - time.monotonic()
+    if left_s > 0:
+        _fail([job for job in batch if job.call.step.needs_settled_server], NotSettledError(left_s))
+    # While the connection was made some callers may have left, and their steps with them.
+    groups = _groups([job for job in batch if not job.reply.done()], one_key=one_key)
+    commands = [words for group in groups for words in _commands(group, link.dialect)]
+    writes = any(job.call.step.writes for job in batch)
+    answers, confirmed = await link.pipeline(commands, confirm=writes)
+    answers = [answer for words, answer in zip(commands, answers, strict=True) if words != _ASKING]
+    for group, answer in zip(groups, _read(link, groups, answers), strict=True):
+        if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):
+            _fail(group, NotConfirmedError())
+        else:
+            _answer(group, answer)
+    for answer in answers:
+        if isinstance(answer, ReadOnlyError):
+            raise answer  # no primary any more: this connection is of no use
+
+
 async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[Reply | Exception]:
     """Run steps over a connection at once, outside the lanes, and return what each was answered."""
     loop = asyncio.get_running_loop()
@@ -193,42 +224,6 @@ async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[
     return outcomes
 
 
-def closed_error() -> BackendUnavailableError:
-    """What is said to whoever comes after the client was closed, or waited when it was."""
-    return BackendUnavailableError("the client was closed meanwhile")
-
-
-async def send(link: Link, batch: Sequence[Job], *, one_key: bool) -> None:
-    """Send the batch as one pipeline of few script calls, and give each job its own reply.
-
-    With ``one_key`` each script call is about one rollout, as in a Cluster, where others are in other slots.
-    """
-    # While the connection was made some callers may have left, and their steps with them.
-    groups = _groups([job for job in batch if not job.reply.done()], one_key=one_key)
-    commands: list[tuple[Argument, ...]] = []
-    for group in groups:
-        if group[0].asking:
-            commands.append(("ASKING",))
-        calls = [job.call for job in group]
-        commands.append(
-            command(calls, flagged=link.flagged, by_source=group[0].by_source, server=link.standing.words)
-        )
-    answers = await link.pipeline(commands)
-    answers = [answer for sent, answer in zip(commands, answers, strict=True) if sent != ("ASKING",)]
-    for group, answer in zip(groups, _read(link, groups, answers), strict=True):
-        if isinstance(answer, Exception):
-            _fail(group, answer)
-            continue
-        for job, reply in zip(group, answer, strict=True):
-            if isinstance(reply, Exception):
-                _fail([job], reply)
-            elif not job.reply.done():
-                job.reply.set_result(reply)
-    for answer in answers:
-        if isinstance(answer, ReadOnlyError):
-            raise answer  # no primary any more: this connection is of no use
-
-
 def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
     """The jobs that one script call can hold: the same short step, each in the order they came."""
     groups: dict[object, list[Job]] = {}
@@ -237,6 +232,12 @@ def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
         alike = (job.call.step, job.call.healing, job.by_source, job.asking, job.call.key if one_key else b"")
         groups.setdefault(alike if joins else number, []).append(job)
     return list(groups.values())
+
+
+def _commands(group: Sequence[Job], dialect: Dialect) -> list[tuple[Argument, ...]]:
+    """One script call for a group, behind the word that a node needs which is still getting the slot."""
+    script_call = command([job.call for job in group], dialect, by_source=group[0].by_source)
+    return [_ASKING, script_call] if group[0].asking else [script_call]
 
 
 def _read(
@@ -251,6 +252,17 @@ def _read(
         ]
     except ValueError:
         raise InvalidResponse("a reply has a form that no step gives") from None
+
+
+def _answer(group: Sequence[Job], answer: Exception | list[Reply | ResponseError]) -> None:
+    if isinstance(answer, Exception):
+        _fail(group, answer)
+        return
+    for job, reply in zip(group, answer, strict=True):
+        if isinstance(reply, Exception):
+            _fail([job], reply)
+        elif not job.reply.done():
+            job.reply.set_result(reply)
 
 
 def _outcome(reply: asyncio.Future[Reply]) -> Reply | Exception:

@@ -72,7 +72,7 @@ class RolloutReader:
             max_bytes=self._chunk_bytes,
         )
         while True:
-            reply = await self._executor.run_settled(call, subject, deadline=deadline)
+            reply = await self._executor.run(call, subject, deadline=deadline)
             if reply.code != "OK":
                 raise_refusal(reply, subject)
             frozen = scripts.Frozen.parse(reply)

@@ -26,11 +26,24 @@ FORMAT = 1
 Argument = bytes | str | int
 
 
+class Dialect(NamedTuple):
+    """How a script is written for a connection.
+
+    ``flagged``: with the first line that only real servers understand. ``confirmed``: for one that waits
+    until what it wrote is durable: a step that finds all done writes something even so, or else the wait
+    would not cover the one that did it.
+    """
+
+    flagged: bool = True
+    confirmed: bool = False
+
+
 class Step(Enum):
     """A step, by the name of its file, and the flags that its script carries on a real server.
 
     Without flags Redis refuses a script at its memory limit before it runs; what must work there
-    (marking, refusing, reading and all that frees memory) says ``allow-oom``.
+    (marking, refusing, reading and all that frees memory) says ``allow-oom``. None says ``no-writes``, which
+    a replica would run as well, on old data.
     """
 
     JOIN = ("join", "")
@@ -40,26 +53,24 @@ class Step(Enum):
     MARK = ("mark", "allow-oom")
     REFUSE = ("refuse", "allow-oom")
     FREEZE = ("freeze", "allow-oom")
-    READ = ("read", "no-writes,allow-oom")
+    READ = ("read", "allow-oom")
     DROP = ("drop", "allow-oom")
-    PEEK = ("peek", "no-writes,allow-oom")
+    PEEK = ("peek", "allow-oom")
     RETIRE = ("retire", "allow-oom")
     DELETE = ("delete", "allow-oom")
     VERIFY = ("verify", "allow-oom")
 
     @cache
-    def source(self, *, flagged: bool, healing: bool = False) -> bytes:
-        """Lua source; ``flagged`` adds the first line that only real servers understand.
-
-        ``healing`` puts back steps that were acknowledged before, at the memory limit too.
-        """
+    def source(self, dialect: Dialect, *, healing: bool = False) -> bytes:
+        """Lua source; ``healing`` puts back steps that were acknowledged before, at the memory limit too."""
         name, flags = self.value
         if healing:
             flags = "allow-oom"
         folder = resources.files("gym_capture_redis") / "lua"
         parts = [
-            "#!lua" + (f" flags={flags}" if flags else "") if flagged else f"-- {name}",
+            "#!lua" + (f" flags={flags}" if flags else "") if dialect.flagged else f"-- {name}",
             f"local FORMAT = '{FORMAT}'",
+            f"local CONFIRMED = {'true' if dialect.confirmed and self.writes else 'false'}",
             (folder / "_rollout.lua").read_text("utf-8"),
             "local function step()",
             (folder / f"{name}.lua").read_text("utf-8"),
@@ -72,9 +83,19 @@ class Step(Enum):
         return "\n".join(parts).encode()
 
     @property
+    def writes(self) -> bool:
+        """Whether it may change something."""
+        return self not in (Step.PEEK, Step.READ)
+
+    @property
     def can_be_lost(self) -> bool:
         """Whether it adds something to a rollout that a forgetful server must get back."""
         return self in _TRACES
+
+    @property
+    def needs_settled_server(self) -> bool:
+        """Whether it must wait while workers may be putting back what the server forgot."""
+        return self in (Step.FREEZE, Step.DROP)
 
     @property
     def is_short(self) -> bool:
@@ -82,9 +103,9 @@ class Step(Enum):
         return self not in (Step.FREEZE, Step.READ)
 
     @cache
-    def sha1(self, *, flagged: bool, healing: bool = False) -> str:
+    def sha1(self, dialect: Dialect, *, healing: bool = False) -> str:
         """The name under which EVALSHA finds the script."""
-        return hashlib.sha1(self.source(flagged=flagged, healing=healing), usedforsecurity=False).hexdigest()
+        return hashlib.sha1(self.source(dialect, healing=healing), usedforsecurity=False).hexdigest()
 
 
 _TRACES = {
@@ -95,16 +116,6 @@ _TRACES = {
     Step.MARK: ("f:", 3),
 }
 """How a trace of the step begins, and which of its arguments names the call (or the part)."""
-
-
-class ServerWords(NamedTuple):
-    """What the scripts are told of the server they run on (``lua/_rollout.lua``)."""
-
-    name: str = "-"
-    unsettled: Literal["", "other", "any"] = ""
-
-
-_UNKNOWN_SERVER = ServerWords()
 
 
 @dataclass(frozen=True)
@@ -125,22 +136,19 @@ class Call:
         return sum(len(arg) for arg in self.args if isinstance(arg, bytes))
 
 
-def command(
-    calls: Sequence[Call], *, flagged: bool, by_source: bool, server: ServerWords = _UNKNOWN_SERVER
-) -> tuple[Argument, ...]:
+def command(calls: Sequence[Call], dialect: Dialect, *, by_source: bool) -> tuple[Argument, ...]:
     """One script call for several calls of the same step, each of which gets a reply of its own.
 
     EVALSHA, or EVAL with the whole source for a server that does not know the script yet.
     """
     step, healing = calls[0].step, calls[0].healing
     words: list[Argument] = (
-        ["EVAL", step.source(flagged=flagged, healing=healing)]
+        ["EVAL", step.source(dialect, healing=healing)]
         if by_source
-        else ["EVALSHA", step.sha1(flagged=flagged, healing=healing)]
+        else ["EVALSHA", step.sha1(dialect, healing=healing)]
     )
     words.append(len(calls))
     words.extend(call.key for call in calls)
-    words.extend(server)
     for call in calls:
         words.append(len(call.args))
         words.extend(call.args)
@@ -365,11 +373,11 @@ def delete(key: bytes, *, incarnation: str) -> Call:
     return Call(Step.DELETE, key, (incarnation,))
 
 
-def verify(key: bytes, *, new_incarnation: str, incarnation: str, seq: int, expire_s: int) -> Call:
+def verify(key: bytes, *, new_incarnation: str, incarnation: str, seq: int) -> Call:
     """``lua/verify.lua``."""
-    return Call(Step.VERIFY, key, (new_incarnation, incarnation, seq, expire_s))
+    return Call(Step.VERIFY, key, (new_incarnation, incarnation, seq))
 
 
-def heal(call: Call, *, seq: int, incarnation: str) -> Call:
+def heal(call: Call, *, seq: int, incarnation: str, new_incarnation: str) -> Call:
     """``lua/_heal.lua``: put the step of ``call`` back, whose number was ``seq`` (0: not known)."""
-    return replace(call, args=(seq, incarnation, *call.args), healing=True)
+    return replace(call, args=(seq, incarnation, new_incarnation, *call.args), healing=True)

@@ -1,17 +1,24 @@
-"""Can the server keep what the settings promise? Pure: reads the replies of INFO and CONFIG GET."""
+"""Can the server keep what the settings promise, and how? Pure: reads the replies of INFO and CONFIG GET."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
-from gym_capture_redis.settings import Durability
+from gym_capture_redis.server_url import Topology
+from gym_capture_redis.settings import ConnectionSettings, Durability
 
 OLDEST_VERSION = (7, 0)
 
-CONFIG_NAMES = ("appendfsync",)
+FIRST_WITH_HONEST_WAITAOF = (8, 0)
+"""Of Redis. Valkey's, and that of earlier Redis, answers before the fsync under ``everysec``."""
+
+CONFIG_NAMES = ("appendfsync", "no-appendfsync-on-rewrite", "min-replicas-to-write")
+
+_NEARLY_FULL = 0.9
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,14 @@ class ServerFacts:
     is_primary: bool = True
     uptime_s: float = 0.0
     was_promoted: bool = False
-    """Whether it went on with the data of another server, or of the process before it."""
+    """Whether it went on with the data of another server."""
+    is_valkey: bool = False
+    pauses_fsync: bool = False
+    """Whether it leaves out its fsyncs while it rewrites the append-only file."""
+    connected_replicas: int = 0
+    min_replicas_to_write: int = 0
+    used_memory: int = 0
+    maxmemory: int = 0
 
     @classmethod
     def parse(cls, info: bytes, config: Mapping[str, str] | None) -> ServerFacts:
@@ -45,13 +59,15 @@ class ServerFacts:
             appendfsync=None if config is None else config.get("appendfsync"),
             still_starting=_still_starting(fields),
             is_primary=fields.get("role") != "slave",
-            uptime_s=_seconds(fields.get("uptime_in_seconds", "")),
+            uptime_s=float(fields.get("uptime_in_seconds", 0)),
             was_promoted=bool(fields.get("master_replid2", "").strip("0")),
+            is_valkey=fields.get("server_name") == "valkey",
+            pauses_fsync=config is not None and config.get("no-appendfsync-on-rewrite") == "yes",
+            connected_replicas=int(fields.get("connected_slaves", 0)),
+            min_replicas_to_write=int(config.get("min-replicas-to-write", 0)) if config else 0,
+            used_memory=int(fields.get("used_memory", 0)),
+            maxmemory=int(fields.get("maxmemory", 0)),
         )
-
-
-def _seconds(text: str) -> float:
-    return float(text) if text.isascii() and text.isdigit() else 0.0
 
 
 def _still_starting(fields: Mapping[str, str]) -> str:
@@ -99,9 +115,81 @@ def check_server(
             f"{server} forbids CONFIG GET, so its appendfsync is unknown; "
             "if you know it, say so with assume_appendfsync='everysec' or 'always'"
         )
+    if durability == "fsync" and facts.pauses_fsync:
+        raise DurabilityError(
+            f"{server} leaves out its fsyncs while it rewrites the append-only file, too weak for "
+            "durability='fsync'; set `no-appendfsync-on-rewrite no`"
+        )
     allowed = ("always",) if durability == "fsync" else ("everysec", "always")
-    if appendfsync not in allowed:
+    if appendfsync not in allowed and not waits_for_fsync(facts, durability, appendfsync):
         raise DurabilityError(
             f"{server} has appendfsync {appendfsync}, too weak for durability={durability!r}; "
             f"set `appendfsync {allowed[0]}`"
         )
+
+
+def waits_for_fsync(facts: ServerFacts, durability: Durability, appendfsync: str | None) -> bool:
+    """Whether each step must wait with ``WAITAOF`` for the fsync that the server makes once a second."""
+    can = facts.version >= FIRST_WITH_HONEST_WAITAOF and not facts.is_valkey
+    return durability == "fsync" and appendfsync == "everysec" and can
+
+
+def confirming_commands(
+    facts: ServerFacts, settings: ConnectionSettings, timeout_ms: int
+) -> tuple[tuple[tuple[str | int, ...], int], ...]:
+    """What is sent behind steps to wait until they are as durable as promised, and the least reply to each.
+
+    Both cover the steps sent before on the same connection (``WAITAOF`` answers with local and replicas).
+    """
+    commands: list[tuple[tuple[str | int, ...], int]] = []
+    appendfsync = facts.appendfsync or settings.assume_appendfsync
+    if waits_for_fsync(facts, settings.durability, appendfsync):
+        commands.append((("WAITAOF", 1, 0, timeout_ms), 1))
+    if settings.replicas:
+        commands.append((("WAIT", settings.replicas, timeout_ms), settings.replicas))
+    return tuple(commands)
+
+
+def warnings_about(facts: ServerFacts, *, topology: Topology, replicas: int) -> list[str]:
+    """What is not safe, though the promise can be kept: what to tell the operator, with the line to set."""
+    told = []
+    fails_over = topology != "standalone" and facts.connected_replicas > 0
+    if fails_over and not replicas and not facts.min_replicas_to_write:
+        told.append(
+            "a primary that is cut off from its replicas goes on acknowledging what a failover discards; "
+            "set `min-replicas-to-write 1`, or the setting replicas=1"
+        )
+    if facts.maxmemory and facts.used_memory > _NEARLY_FULL * facts.maxmemory:
+        told.append(
+            f"it uses {facts.used_memory / facts.maxmemory:.0%} of its maxmemory, beyond which records are "
+            "refused; raise `maxmemory`, or let the trainer drop what it has consumed"
+        )
+    return told
+
+
+class ServersSeen:
+    """The servers that a process has met, and when each has had time to get back what it forgot."""
+
+    def __init__(self) -> None:
+        self._newest: dict[Hashable, str] = {}
+        self._met_at_s: dict[str, float] = {}
+        self._followers: set[str] = set()
+
+    def meet(self, place: Hashable, facts: ServerFacts, *, settle_s: float) -> float:
+        """Note a server that was found at ``place``, and say when it is settled, in ``time.monotonic``.
+
+        One that was started or promoted a moment ago may lack its newest steps, and the workers that know of
+        them need ``settle_s`` to put them back.
+        """
+        now_s = time.monotonic()
+        before, self._newest[place] = self._newest.get(place), facts.run_id
+        met_at_s = self._met_at_s.setdefault(facts.run_id, now_s)
+        # Its own clock does not count where it ran as a replica, or loaded its data, for a part of the time.
+        if facts.was_promoted or before not in (None, facts.run_id):
+            self._followers.add(facts.run_id)
+        age_s = now_s - met_at_s
+        return now_s + settle_s - (age_s if facts.run_id in self._followers else max(age_s, facts.uptime_s))
+
+    def meet_starting(self, place: Hashable) -> None:
+        """Note that the server at ``place`` is still loading its data."""
+        self._newest[place] = ""

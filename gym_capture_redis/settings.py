@@ -67,10 +67,13 @@ class ConnectionSettings(BaseModel):
     durability: Durability = "aof"
     """``memory``: lost with the server's memory. ``aof``: survives the server process.
     ``fsync``: survives the machine. Checked against the server on every new connection."""
+    replicas: int = Field(default=0, ge=0, le=64)
+    """How many replicas, too, must have each step before it returns (``WAIT``): it narrows what a failover
+    can lose, and does not rule it out."""
     settle_s: Seconds = 5.0
-    """How long workers get to put back what a server forgot that restarted or was promoted: a sink keeps its
-    newest steps for so long, and a source waits for so long before it freezes what may be short of some.
-    The same for all, and less than ``timeout_s``."""
+    """How long workers get to put back what a server forgot that was started or promoted a moment ago: a sink
+    keeps its newest steps for so long, and a source waits for so long before it freezes. The same for all,
+    and less than ``timeout_s``."""
     assume_appendfsync: Literal["everysec", "always"] | None = None
     """What ``appendfsync`` is, where the server forbids CONFIG and it cannot be asked."""
 

@@ -147,7 +147,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             tombstone_ttl_s=self._settings.tombstone_ttl_s,
         )
         executor = self._executors.get()
-        reply = await executor.run_settled(call, Subject(rollout_id), deadline=executor.deadline())
+        reply = await executor.run(call, Subject(rollout_id), deadline=executor.deadline())
         return reply.code == "OK"
 
     async def retire(self, rollout_ids: Iterable[str]) -> dict[str, list[str]]:
@@ -217,8 +217,6 @@ class RedisTokenSource(Endpoint[SourceSettings]):
     ) -> bool:
         while True:
             there = await executor.run(scripts.peek(key), subject, deadline=deadline)
-            if there.code == "ABSENT":
-                return False
             call = scripts.delete(key, incarnation=there.incarnation)
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code == "OK":

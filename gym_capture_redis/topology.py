@@ -10,7 +10,6 @@ from gym_capture_redis.connection import Connected, EmbeddedLease, Link, prepare
 from gym_capture_redis.node import Node
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.servers_seen import ServersSeen
 from gym_capture_redis.settings import ConnectionSettings
 
 
@@ -38,9 +37,8 @@ class Topology(Protocol):
 class OneServer:
     """All rollouts are on one server; behind sentinels it is whichever is the primary now."""
 
-    def __init__(self, settings: ConnectionSettings, seen: ServersSeen, connected: Connected) -> None:
+    def __init__(self, settings: ConnectionSettings, connected: Connected) -> None:
         self._settings = settings
-        self._seen = seen
         self._connected = connected
         self._embedded = EmbeddedLease(settings)
         self._sentinels = Sentinels(settings)
@@ -62,7 +60,8 @@ class OneServer:
         await self._embedded.release()
 
     async def _open_link(self) -> Link:
-        link = Link(self._settings, await self._place(), self._seen)
+        place = await self._place()
+        link = Link(self._settings, place, began_empty=self._embedded.began_empty)
         return await prepare(link, partial(self._connected, link, lambda _: True))
 
     async def _place(self) -> Address | str:
@@ -74,7 +73,7 @@ class OneServer:
         return url.path if url.scheme == "unix" else url.addresses[0]
 
 
-def new_topology(settings: ConnectionSettings, seen: ServersSeen, connected: Connected) -> Topology:
+def new_topology(settings: ConnectionSettings, connected: Connected) -> Topology:
     """The topology that the URL names. ``connected`` is awaited before a new connection is used."""
     kind = Cluster if settings.url.topology == "cluster" else OneServer
-    return kind(settings, seen, connected)
+    return kind(settings, connected)

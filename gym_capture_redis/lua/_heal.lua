@@ -1,13 +1,14 @@
 -- In place of _each.lua: puts steps back that this server, or the one before it, acknowledged and may have lost.
 -- scripts.py puts a line in front that defines KIND, how a trace of the step begins (n: r: x: f: p:), and NAMED,
 -- number of the argument that names its call, or for p: its part.
--- KEYS, ARGV: as for _each.lua, but of each entry two more arguments come before its own:
---   own number of the step, 0 if it is not known; incarnation of the attempt
+-- KEYS, ARGV: as for _each.lua, but of each entry three more arguments come before its own:
+--   own number of the step, 0 if it is not known; incarnation of the attempt; incarnation for a new rollout
 -- Reply    what the step answers: OK (it is back), SAME (it was not lost), MISSING (what it builds on must be put
---          back first), CONFLICT; or LOST (it cannot be put back in its place: the rollout is now incomplete) |
---          RETIRED (also: another attempt; nothing changed)
+--          back first), CONFLICT; or LOST (it cannot be put back in its place, or the attempt is not here any more:
+--          the rollout is now incomplete) | RETIRED (nothing changed)
 -- Repeat   safe
--- A number that is known to have been acknowledged is claimed: until its step is back, it is a hole that shows.
+-- A number that was acknowledged is claimed: until its step is back, it is a hole that shows. An attempt that this
+-- server does not know is never begun again: it may have been deleted, and its id is to be another attempt's.
 
 local own -- number that the step at hand is to have; nil: the next one
 local take_next = next_step
@@ -26,37 +27,29 @@ local function is_own(trace)
   return field == KIND .. arg(NAMED)
 end
 
--- The rollout, begun again if this server does not know it, with the number claimed.
-local function claim(state, incarnation, number)
-  local begins = not state
-  if begins then
-    state = new_state(incarnation)
-    state.server = '-'
-  end
-  local is_new = state.status == 'open' and number > tonumber(state.seq)
-  if is_new then state.seq = number end
-  if begins or is_new then write(state) end
-  return state
-end
-
 local function lost(call)
   local state = load_state()
   mark_failure(state, call, 'lost')
   return reply('LOST', state)
 end
 
-local function put_back(number, incarnation)
+local function put_back(number, incarnation, new_incarnation)
   local state, err = load_state()
   if err then return err end
-  if state and (state.status == 'retired' or state.incarnation ~= incarnation) then
-    return reply('RETIRED', state)
+  if state and state.status == 'retired' then return reply('RETIRED', state) end
+  if not state or state.incarnation ~= incarnation then
+    if state and redis.call('HEXISTS', key, 'f:') == 1 then return reply('LOST', state) end
+    return mark_lost_rollout(state, new_incarnation)
   end
-  state = claim(state, incarnation, number)
+  if state.status == 'open' and number > tonumber(state.seq) then
+    state.seq = number
+    write(state)
+  end
   local call = KIND == 'p:' and '' or arg(NAMED)
   local trace = number > 0 and redis.call('HGET', key, string.format('o:%d', number))
   local there = trace and is_own(trace)
-  -- Another content for the same call may have come since, and only the step itself can tell.
-  if there and KIND ~= 'r:' and KIND ~= 'x:' then return reply('SAME', state) end
+  -- Another content for the same call may have come since, and only the put itself can tell.
+  if there and KIND ~= 'r:' then return reply('SAME', state) end
 
   own = number > 0 and not trace and string.format('%d', number) or nil
   local answer
@@ -79,10 +72,11 @@ local function put_back(number, incarnation)
   return answer
 end
 
-local replies, at = {}, 3
+local replies, at = {}, 1
 for entry, rollout in ipairs(KEYS) do
-  key, first = rollout, at + 2
-  replies[entry] = put_back(tonumber(ARGV[at + 1]), ARGV[at + 2])
+  key, first, wrote = rollout, at + 3, false
+  replies[entry] = put_back(tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3])
+  if CONFIRMED and not wrote and replies[entry][1] ~= 'ERROR' then write_again() end
   at = at + ARGV[at] + 1
 end
 return replies

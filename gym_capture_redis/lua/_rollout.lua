@@ -1,17 +1,13 @@
--- What every step on a rollout shares. scripts.py puts a line that defines FORMAT (the newest format this
--- version reads) in front, and the step itself, as a function `step`, and _each.lua behind.
+-- What every step on a rollout shares. scripts.py puts two lines in front, which define FORMAT (the newest format
+-- this version reads) and CONFIRMED (see write_again); behind it the step itself, as a function `step`, and _each.lua.
 --
 -- Reply of every step: {code, incarnation, seq, version, ...}, or {'ERROR', text}, whose text begins with
 -- CORRUPT, NEWER, or Redis' own WRONGTYPE. All errors come before any write.
 
 local key, first -- of the entry at hand: its rollout, and where in ARGV its arguments begin
+local wrote -- whether its step wrote anything
 
--- What the client says of this server: its name, which new rollouts keep ('-': unknown, or it may have forgotten
--- an earlier life of the rollout); and whose rollouts may still be about to get back what it forgot: '' none,
--- 'other' those begun under another name, 'any' all, unknown ones too.
-local server, unsettled = ARGV[1], ARGV[2]
-
-local STATE_FORM = '^(%d+) ([%w-]+) ([%w-]+) (%l+) ([%w-]*) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$'
+local STATE_FORM = '^(%d+) ([%w-]+) (%l+) ([%w-]*) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$'
 local NO_BLOCK = string.rep('\0', 16) -- in place of a block's name
 local DIGEST_END = 33 -- where the digest ends in a call's row; it tells the content, what follows the bytes
 local MOST_STATE_BYTES = 400 -- of all words but the ends
@@ -31,13 +27,13 @@ end
 
 -- The numbers stay strings until something is added to them, which Lua does without being asked.
 local function parse_state(raw)
-  local format, incarnation, born_under, status, snapshot, version, seq, records, intents, failures, refusals,
-    blocks, ids, bytes, ends = string.match(raw, STATE_FORM)
+  local format, incarnation, status, snapshot, version, seq, records, intents, failures, refusals, blocks,
+    ids, bytes, ends = string.match(raw, STATE_FORM)
   if format == FORMAT and valid_status(status, snapshot)
       and #version <= MOST_DIGITS and #seq <= MOST_DIGITS and #raw - #ends <= MOST_STATE_BYTES then
     return {
-      incarnation = incarnation, server = born_under, status = status, snapshot = snapshot, version = version,
-      seq = seq, records = records, intents = intents, failures = failures, refusals = refusals, blocks = blocks,
+      incarnation = incarnation, status = status, snapshot = snapshot, version = version, seq = seq,
+      records = records, intents = intents, failures = failures, refusals = refusals, blocks = blocks,
       ids = ids, bytes = bytes, ends = ends,
     }, nil
   end
@@ -56,22 +52,37 @@ local function load_state()
 end
 
 local function format_state(state)
-  return string.format('%s %s %s %s %s %d %d %d %d %d %d %d %d %d ',
-    FORMAT, state.incarnation, state.server, state.status, state.snapshot, state.version, state.seq, state.records,
+  return string.format('%s %s %s %s %d %d %d %d %d %d %d %d %d ',
+    FORMAT, state.incarnation, state.status, state.snapshot, state.version, state.seq, state.records,
     state.intents, state.failures, state.refusals, state.blocks, state.ids, state.bytes) .. state.ends
 end
 
 -- A new rollout, which is there once its state is written.
 local function new_state(incarnation)
   return {
-    incarnation = incarnation, server = server, status = 'open', snapshot = '', version = 0, seq = 0,
-    records = 0, intents = 0, failures = 0, refusals = 0, blocks = 0, ids = 0, bytes = 0, ends = '',
+    incarnation = incarnation, status = 'open', snapshot = '', version = 0, seq = 0, records = 0,
+    intents = 0, failures = 0, refusals = 0, blocks = 0, ids = 0, bytes = 0, ends = '',
   }
 end
 
 -- Writes the state, and other fields with it: names and values in turn. Returns how many of them are new.
 local function write(state, ...)
+  wrote = true
   return redis.call('HSET', key, 's', format_state(state), ...)
+end
+
+-- Removes the rollout.
+local function remove()
+  wrote = true
+  redis.call('UNLINK', key)
+end
+
+-- Writes again what is there, where the step found all done: a wait for replicas or the disk covers only what
+-- the same connection wrote, and the step may have been done over another one.
+local function write_again()
+  local raw = redis.call('HGET', key, 's')
+  redis.call('HSET', key, 's', raw or '')
+  if not raw then redis.call('UNLINK', key) end
 end
 
 -- Number of the next step, and the name of the field for its trace.
@@ -101,9 +112,14 @@ local function mark_failure(state, call, failure_code)
   end
 end
 
--- Whether workers may be about to put back what the server forgot of this rollout; nil for an unknown one.
-local function is_unsettled(state)
-  return unsettled == 'any' or unsettled == 'other' and state ~= nil and state.server ~= server
+-- Marks a rollout that lacks what another server acknowledged, or that this one does not know at all; then the
+-- mark stays for a day, as the rollout may have been consumed long ago. Once is enough for the rollout as a whole.
+local function mark_lost_rollout(state, new_incarnation)
+  local begins = not state
+  state = state or new_state(new_incarnation)
+  mark_failure(state, '', 'lost')
+  if begins then redis.call('EXPIRE', key, 86400) end
+  return reply('LOST', state)
 end
 
 -- Names of chain ends without this one.
@@ -119,7 +135,7 @@ end
 
 -- Replaces the rollout by its tombstone.
 local function retire(state, ttl_s)
-  redis.call('UNLINK', key)
+  remove()
   state.status = 'retired'
   state.records, state.intents, state.failures, state.refusals = 0, 0, 0, 0
   state.blocks, state.ids, state.bytes, state.ends = 0, 0, 0, ''

@@ -3,13 +3,11 @@
 -- 2  snapshot id to give it if it is not frozen yet
 -- 3  bytes to read at once
 -- Reply    OK, snapshot id, {records, intents, failures, refusals, blocks, ids, bytes, fields of the hash},
---          step to read on from, rows (see collect_rows) | RETIRED |
---          UNSETTLED (see is_unsettled; nothing changed)
+--          step to read on from, rows (see collect_rows) | RETIRED
 -- Repeat   safe: the same snapshot id, and the same version unless something was marked since
 local state, err = load_state()
 if err then return err end
 if state and state.status == 'retired' then return reply('RETIRED', state) end
-if (not state or state.status == 'open') and is_unsettled(state) then return reply('UNSETTLED', state) end
 state = state or new_state(arg(1))
 if state.status == 'open' then
   state.status, state.snapshot, state.version = 'frozen', arg(2), state.version + 1

@@ -8,7 +8,7 @@ import redis
 
 FIELD = b"s"
 WORDS = (
-    *("format", "incarnation", "server", "status", "snapshot", "version", "seq"),
+    *("format", "incarnation", "status", "snapshot", "version", "seq"),
     *("records", "intents", "failures", "refusals", "blocks", "ids", "bytes"),
 )
 ENDS = "ends"
@@ -36,6 +36,6 @@ def change_state(client: redis.Redis, key: bytes, **words: bytes) -> None:
 
 def hash_fields(state: dict[str, bytes]) -> int:
     """How many fields the hash of a whole rollout in this state has."""
-    counts = {name: int(state[name]) for name in WORDS[6:]}
+    counts = {name: int(state[name]) for name in WORDS[5:]}
     rows = 2 * counts["records"] + sum(counts[name] for name in ("intents", "failures", "refusals", "blocks"))
     return 1 + counts["seq"] + rows
