@@ -31,6 +31,8 @@ MAX_JOINED_BYTES = 2**18
 _SHORTEST_ATTEMPT_S = 1.0
 _ATTEMPTS_IN_A_DEADLINE = 4
 _SLOWEST_BYTES_PER_S = 10 * 2**20
+_CONFIRM_S = 1.0
+"""How long steps that are put back wait for their copies."""
 
 _ASKING = ("ASKING",)
 _NOTHING = Call(Step.PEEK, b"", ())
@@ -121,7 +123,7 @@ class Lanes:
                 try:
                     async with asyncio.timeout(self._attempt_s(batch)):
                         link = link or await self._open_link()
-                        await send(link, batch, one_key=self._one_key)
+                        await send(link, batch, one_key=self._one_key, confirm_s=self._attempt_s(batch) / 2)
                 except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
                     # Their own deadlines are theirs: here only this attempt has taken too long.
                     _fail(
@@ -182,10 +184,11 @@ def closed_error() -> BackendUnavailableError:
     return BackendUnavailableError("the client was closed meanwhile")
 
 
-async def send(link: Link, batch: Sequence[Job], *, one_key: bool) -> None:
+async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: float) -> None:
     """Send the batch as one pipeline of few script calls, and give each job its own reply.
 
     With ``one_key`` each script call is about one rollout, as in a Cluster, where others are in other slots.
+    ``confirm_s``: how long to wait until what is written is as durable as promised.
     """
     left_s = link.settles_at_s - time.monotonic()
     if left_s > 0:
@@ -193,8 +196,8 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool) -> None:
     # While the connection was made some callers may have left, and their steps with them.
     groups = _groups([job for job in batch if not job.reply.done()], one_key=one_key)
     commands = [words for group in groups for words in _commands(group, link.dialect)]
-    writes = any(job.call.step.writes for job in batch)
-    answers, confirmed = await link.pipeline(commands, confirm=writes)
+    writes = any(group[0].call.step.writes for group in groups)
+    answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s if writes else None)
     answers = [answer for words, answer in zip(commands, answers, strict=True) if words != _ASKING]
     for group, answer in zip(groups, _read(link, groups, answers), strict=True):
         if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):
@@ -213,12 +216,12 @@ async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[
         Job(call, by_source=False, asking=False, deadline=0.0, reply=loop.create_future()) for call in calls
     ]
     try:
-        await send(link, jobs, one_key=one_key)
+        await send(link, jobs, one_key=one_key, confirm_s=_CONFIRM_S)
         unknown = [job for job in jobs if is_unknown_script(job.reply.exception() or OSError())]
         for job in unknown:
             job.by_source, job.reply = True, loop.create_future()
         if unknown:
-            await send(link, unknown, one_key=one_key)
+            await send(link, unknown, one_key=one_key, confirm_s=_CONFIRM_S)
     finally:
         outcomes = [_outcome(job.reply) for job in jobs]
     return outcomes
