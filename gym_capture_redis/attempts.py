@@ -63,6 +63,10 @@ class AttemptMemory:
         seq_before_step = reply.seq - (reply.code == "OK")
         return reply.incarnation != before.incarnation or seq_before_step < before.seq
 
+    def position(self, rollout_id: str) -> Position | None:
+        """How far the rollout was when this process last heard of it."""
+        return self._positions.get(rollout_id)
+
     def on_others(self, run_id: str) -> list[tuple[str, Position]]:
         """The rollouts of which another server than this one was the last to answer."""
         return [item for item in list(self._positions.items()) if item[1].run_id != run_id]

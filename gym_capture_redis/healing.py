@@ -70,9 +70,9 @@ class Healer:
 
     async def _put_back(self, steps: Sequence[RecentStep], other: str, send: Send, owns: Owns) -> int:
         """Put back a batch; what has to wait is kept. Returns how many steps had been lost and are back."""
-        here = sorted(
-            (step for step in steps if owns(step.call.key)), key=lambda step: _ORDER[step.call.step]
-        )
+        steps = [step for step in steps if not self._is_over(step, other)]
+        here = [step for step in steps if owns(step.call.key)]
+        here.sort(key=lambda step: _ORDER[step.call.step])
         try:
             replies = await _sent(
                 send,
@@ -96,6 +96,11 @@ class Healer:
         for step, reply in zip(here, replies, strict=True):
             self._settle(step, reply, other)
         return sum(isinstance(reply, Reply) and reply.code == "OK" for reply in replies)
+
+    def _is_over(self, step: RecentStep, other: str) -> bool:
+        """Whether the attempt gave way to a later one on the very server that had acknowledged the step."""
+        position = self._attempts.position(step.subject.rollout_id)
+        return position is not None and position.run_id == other and position.incarnation != step.incarnation
 
     def _settle(self, step: RecentStep, reply: Reply | Exception, other: str) -> None:
         """Keep on what the server has now acknowledged, or what has to wait for other workers."""

@@ -154,6 +154,9 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
     Step.DROP: lambda key, _: scripts.drop(
         key, snapshot_id=SNAPSHOT_ID.encode(), version=1, tombstone_ttl_s=TTL_S
     ),
+    Step.VERIFY: lambda key, _: scripts.verify(
+        key, new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION, seq=1
+    ),
 }
 
 
