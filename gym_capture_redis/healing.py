@@ -54,21 +54,23 @@ class Healer:
             Exception: a step could not be sent; what was not put back yet is kept.
 
         """
-        healed = 0
+        healed, lost = 0, set[str]()
         for other in self.recent.others(run_id) if lost_by is None else lost_by:
             left = self.recent.count(other)
             while steps := self.recent.take(other, max_steps=min(left, _BATCH_STEPS), max_bytes=_BATCH_BYTES):
                 left -= len(steps)
-                healed += await self._put_back(steps, other, send, owns)
+                healed += await self._put_back(steps, other, send, owns, lost)
         if healed:
             logger.warning(
                 "%s came back without %d of the newest steps that it had acknowledged; they were put back.",
                 self._server,
                 healed,
             )
-        await self._verify(send, run_id, owns, lost_by)
+        await self._verify(send, run_id, owns, lost_by, lost)
 
-    async def _put_back(self, steps: Sequence[RecentStep], other: str, send: Send, owns: Owns) -> int:
+    async def _put_back(
+        self, steps: Sequence[RecentStep], other: str, send: Send, owns: Owns, lost: set[str]
+    ) -> int:
         """Put back a batch; what has to wait is kept. Returns how many steps had been lost and are back."""
         steps = [step for step in steps if not self._is_over(step, other)]
         here = [step for step in steps if owns(step.call.key)]
@@ -94,7 +96,7 @@ class Healer:
             raise
         self.recent.give_back(other, [step for step in steps if not owns(step.call.key)])
         for step, reply in zip(here, replies, strict=True):
-            self._settle(step, reply, other)
+            self._settle(step, reply, other, lost)
         return sum(isinstance(reply, Reply) and reply.code == "OK" for reply in replies)
 
     def _is_over(self, step: RecentStep, other: str) -> bool:
@@ -102,7 +104,7 @@ class Healer:
         position = self._attempts.position(step.subject.rollout_id)
         return position is not None and position.run_id == other and position.incarnation != step.incarnation
 
-    def _settle(self, step: RecentStep, reply: Reply | Exception, other: str) -> None:
+    def _settle(self, step: RecentStep, reply: Reply | Exception, other: str, lost: set[str]) -> None:
         """Keep on what the server has now acknowledged, or what has to wait for other workers."""
         if isinstance(reply, Exception):
             logger.error("%s could not be put back on %s: %s", step.subject, self._server, reply)
@@ -114,14 +116,32 @@ class Healer:
             since_s = step.missing_since_s or now_s
             waiting = step._replace(missing_since_s=since_s)
             if now_s - since_s > self._settle_s:
-                waiting = _lost_mark(step, seq=0)
-                logger.error(_LOST, self._server, step.subject)
+                waiting = _lost_mark(step, step.subject, seq=0)
+                self._report_lost(step.subject.rollout_id, lost)
             self.recent.give_back(other, [waiting])
-        elif reply.code in ("LOST", "CONFLICT"):
-            logger.error(_LOST, self._server, step.subject)
-            self.recent.keep(_lost_mark(step, seq=reply.seq), reply.run_id)
+        elif reply.code == "LOST":
+            # Of a rollout that is another attempt's by now, or that is not here, there is one mark for all.
+            subject = (
+                step.subject if reply.incarnation == step.incarnation else Subject(step.subject.rollout_id)
+            )
+            if subject is step.subject or subject.rollout_id not in lost:
+                mark = _lost_mark(step._replace(incarnation=reply.incarnation), subject, seq=reply.seq)
+                self.recent.keep(mark, reply.run_id)
+            self._report_lost(subject.rollout_id, lost)
 
-    async def _verify(self, send: Send, run_id: str, owns: Owns, lost_by: Collection[str] | None) -> None:
+    def _report_lost(self, rollout_id: str, lost: set[str]) -> None:
+        """Say that the rollout has lost something, once for each time that the server came back."""
+        if rollout_id not in lost:
+            logger.error(
+                "Rollout %s: %s came back without steps that were acknowledged; the rollout is incomplete.",
+                rollout_id,
+                self._server,
+            )
+            lost.add(rollout_id)
+
+    async def _verify(
+        self, send: Send, run_id: str, owns: Owns, lost_by: Collection[str] | None, lost: set[str]
+    ) -> None:
         """Compare how far rollouts were with what this server has of them."""
         calls = [
             (
@@ -144,7 +164,7 @@ class Healer:
                 if isinstance(reply, Exception):
                     continue  # unreadable, which every reader is told
                 if reply.code == "LOST":
-                    logger.error(_LOST, self._server, subject)
+                    self._report_lost(subject.rollout_id, lost)
                 self._attempts.note(subject.rollout_id, reply)
 
     def _may_be_lost(self, run_id: str, at_s: float) -> bool:
@@ -155,19 +175,16 @@ class Healer:
         return alive_at_s is not None and alive_at_s - at_s <= self._settle_s
 
 
-_LOST = "%s came back without steps that were acknowledged (%s); the rollout is marked incomplete."
-
-
-def _lost_mark(step: RecentStep, *, seq: int) -> RecentStep:
+def _lost_mark(step: RecentStep, subject: Subject, *, seq: int) -> RecentStep:
     """The mark that the server has lost a step, in place of the step."""
     call = scripts.mark(
         step.call.key,
-        step.subject.model_call_id or "",
+        subject.model_call_id or "",
         new_incarnation=new_incarnation(),
         incarnation=step.incarnation,
         reason="lost",
     )
-    return RecentStep(call, step.subject, step.incarnation, seq, step.at_s)
+    return RecentStep(call, subject, step.incarnation, seq, step.at_s)
 
 
 async def _sent(send: Send, calls: Sequence[tuple[Call, Subject]]) -> Sequence[Reply | Exception]:

@@ -38,7 +38,6 @@ local function put_back(number, incarnation, new_incarnation)
   if err then return err end
   if state and state.status == 'retired' then return reply('RETIRED', state) end
   if not state or state.incarnation ~= incarnation then
-    if state and redis.call('HEXISTS', key, 'f:') == 1 then return reply('LOST', state) end
     return mark_lost_rollout(state, new_incarnation)
   end
   if state.status == 'open' and number > tonumber(state.seq) then

@@ -115,6 +115,7 @@ end
 -- Marks a rollout that lacks what another server acknowledged, or that this one does not know at all; then the
 -- mark stays for a day, as the rollout may have been consumed long ago. Once is enough for the rollout as a whole.
 local function mark_lost_rollout(state, new_incarnation)
+  if state and redis.call('HEXISTS', key, 'f:') == 1 then return reply('LOST', state) end
   local begins = not state
   state = state or new_state(new_incarnation)
   mark_failure(state, '', 'lost')

@@ -4,7 +4,7 @@
 -- 3  highest number of a step that was acknowledged
 -- Reply    OK | LOST (another attempt, a frozen one with fewer steps, or none: the rollout is now incomplete) |
 --          RETIRED (nothing changed)
--- Repeat   safe; a rollout that is LOST is marked again, at a higher version
+-- Repeat   safe
 -- In an open rollout the number is claimed: the steps that are missing up to there can still be put back, and are
 -- holes that show until then.
 local state, err = load_state()

@@ -155,7 +155,7 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
         key, snapshot_id=SNAPSHOT_ID.encode(), version=1, tombstone_ttl_s=TTL_S
     ),
     Step.VERIFY: lambda key, _: scripts.verify(
-        key, new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION, seq=1
+        key, new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION, seq=9
     ),
 }
 
