@@ -12,7 +12,7 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
                seal, or ``x``, the refusal code, NUL, a digest and the msgpack details
 ``r:<call>``   record
 ``b:<name>``   token block, or part of a record, named by 16 bytes
-``f:<call>``   failure: ``<unix ms> <code>``
+``f:<call>``   failure: ``<unix ms> <code>``, and the ids of marks
 =============  =====================================================================
 """
 

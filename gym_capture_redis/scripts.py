@@ -270,9 +270,9 @@ def stage(key: bytes, name: bytes, part: bytes, *, incarnation: str) -> Call:
     return Call(Step.STAGE, key, (incarnation, name, part))
 
 
-def mark(key: bytes, model_call_id: str, *, new_incarnation: str, incarnation: str) -> Call:
+def mark(key: bytes, model_call_id: str, *, new_incarnation: str, incarnation: str, mark_id: str) -> Call:
     """``lua/mark.lua``."""
-    return Call(Step.MARK, key, (new_incarnation, incarnation, model_call_id))
+    return Call(Step.MARK, key, (new_incarnation, incarnation, model_call_id, mark_id))
 
 
 def refuse(
