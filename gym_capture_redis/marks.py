@@ -107,8 +107,8 @@ def _read(text: bytes, problem: str) -> Line:
 
 def _parse(text: bytes) -> Mark | None:
     """The mark; None for a line in a newer format, whose fields are not known here."""
-    fields: dict[str, Any] = json.loads(text)
-    if fields.pop("check") != _check(fields):
+    fields: Any = json.loads(text)
+    if not isinstance(fields, dict) or fields.pop("check") != _check(fields):
         raise ValueError("not what was written")
     if fields["format"] != LINE_FORMAT:
         return None

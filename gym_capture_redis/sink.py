@@ -194,7 +194,8 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         """Spill a mark that could not be made because of ``error``. False: so did that, and it was logged."""
         why = str(error) or type(error).__name__
         if self._spill is None:
-            log_lost(mark, f"{why}; there is no spill_dir")
+            if isinstance(error, Exception):  # else its caller left, and the step ends or not on its own
+                log_lost(mark, f"{why}; there is no spill_dir")
             return False
         if not await keep(self._spill, mark, self._replays.get(asyncio.get_running_loop())):
             return False
