@@ -120,11 +120,15 @@ class Replay:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="gym-capture-redis replay")
 
     async def stop(self) -> None:
-        """End the task for good. What it has not made stays in the directory."""
+        """End the task for good, and what it does in the directory. What it has not made stays there."""
         self._stopped = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            last_work = asyncio.wrap_future(self._spill.threads.submit(bool))
+            await asyncio.wait({last_work}, timeout=SPILL_TIMEOUT_S)
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S

@@ -97,9 +97,12 @@ class SpillDirectory:
             try:
                 if not _lock(file) or not _is_at(file, name, directory):
                     return False
-                lines = read_lines(_content(file))
+                content = _content(file)
+                lines = read_lines(content)
                 self._set_aside(directory, name, lines)
                 left = what_stays(lines, made)
+                if left == content:
+                    return True
                 if left:
                     _replace(directory, name, left)
                 else:

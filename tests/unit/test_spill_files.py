@@ -195,6 +195,14 @@ def test_what_is_made_goes_and_an_empty_file_goes_with_it(spill: SpillDirectory,
     assert [file.marks for file in spill.scan(HERE)] == [[mark(3)]]
 
 
+def test_a_file_is_not_rewritten_when_nothing_changes(spill: SpillDirectory, path: Path) -> None:
+    spill.append([mark(1)])
+    before = only_file(path).stat()
+    assert spill.settle(only_file(path).name, [mark(2).mark_id])
+    after = only_file(path).stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
 def test_a_file_in_use_is_left_alone(spill: SpillDirectory, path: Path) -> None:
     spill.append([mark(1)])
     with only_file(path).open("rb") as writer:
