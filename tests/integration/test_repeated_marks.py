@@ -8,7 +8,7 @@ import pytest
 from support.servers import RealServer
 
 from gym_capture_redis import scripts
-from gym_capture_redis.executor import Subject
+from gym_capture_redis.subject import Subject
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import IncompleteCode
 from gym_capture_redis.sink import RedisTokenSink
