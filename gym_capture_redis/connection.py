@@ -19,11 +19,18 @@ from redis.asyncio.connection import (
 )
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, InvalidResponse, NoPermissionError, ResponseError
+from redis.exceptions import (
+    BusyLoadingError,
+    InvalidResponse,
+    NoPermissionError,
+    ReadOnlyError,
+    ResponseError,
+)
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.parts import PART_BYTES
 from gym_capture_redis.server_check import CONFIG_NAMES, ServerFacts, check_server
+from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ConnectionSettings, TlsSettings
 
 if TYPE_CHECKING:
@@ -36,39 +43,51 @@ _FAKE_SERVERS: dict[str, Any] = {}
 
 
 class Link:
-    """One connection to the server. Belongs to one event loop and one task.
+    """One connection to a server, given by address or path of its socket. Belongs to one task.
 
     ``run_id`` tells which server process answered last: another one may have forgotten what the
     first had acknowledged.
     """
 
-    def __init__(self, settings: ConnectionSettings, embedded: EmbeddedServer | None) -> None:
+    def __init__(self, settings: ConnectionSettings, server: Address | str) -> None:
         self._settings = settings
         self._server = str(settings.url)
         self.run_id = ""
         self._transport: asyncio.WriteTransport | None = None
-        self._connection = self._open_fake() if settings.url.scheme == "fakeredis" else self._open(embedded)
+        if settings.url.scheme == "fakeredis":
+            self._connection = self._open_fake()
+        else:
+            self._connection = _new_connection(
+                settings, server, db=settings.url.db, redis_connect_func=self._verify, **user_of(settings)
+            )
 
     @property
     def flagged(self) -> bool:
         """Whether the server reads the flags of a script."""
         return self._settings.url.scheme != "fakeredis"
 
+    async def connect(self) -> None:
+        """Connect, greet and verify the server.
+
+        Raises:
+            redis.exceptions.RedisError, OSError: it is away, starting, or no primary.
+            DurabilityError, ConfigurationError: it was refused.
+
+        """
+        await self._connection.connect()  # type: ignore[no-untyped-call]
+
     async def pipeline(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
         """Send all commands at once and return the replies in order, error replies as exceptions.
 
-        Connects first where there is no connection. After any exception, cancellation included, the link
-        must be closed: replies may still be under way, and what was sent may still be executed.
+        After any exception, cancellation included, the link must be closed: replies may still be under way,
+        and what was sent may still be executed.
 
         Raises:
             redis.exceptions.RedisError, OSError: the connection failed or is out of step; none of the
                 replies is known.
-            DurabilityError, ConfigurationError: the server was refused.
 
         """
         connection = self._connection
-        if not connection.is_connected:
-            await connection.connect()  # type: ignore[no-untyped-call]
         # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
         nonce = secrets.token_bytes(8)
         packed = b"".join(map(pack_command, [*commands, ("ECHO", nonce)]))
@@ -94,27 +113,6 @@ class Link:
         sock = self._transport.get_extra_info("socket") if self._transport else None
         if sock is not None and sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * PART_BYTES)
-
-    def _open(self, embedded: EmbeddedServer | None) -> AbstractConnection:
-        settings, url = self._settings, self._settings.url
-        options: dict[str, Any] = {
-            "db": url.db,
-            "username": settings.username or url.username,
-            "password": secret.get_secret_value() if (secret := settings.password or url.password) else None,
-            "protocol": 2,  # RESP3 switches off the check for connections that are out of step
-            "retry": Retry(NoBackoff(), 0),  # the one retry loop is ours and has a deadline
-            "socket_timeout": None,
-            "socket_connect_timeout": None,
-            "socket_read_size": PART_BYTES,
-            "redis_connect_func": self._verify,
-        }
-        if embedded is not None or url.scheme == "unix":
-            path = str(embedded.socket_path) if embedded is not None else url.path
-            return UnixDomainSocketConnection(path=path, **options)
-        options |= {"host": url.host, "port": url.port, "socket_keepalive": True}
-        if url.scheme == "tls":
-            return SSLConnection(**options, **_tls_options(settings.tls or TlsSettings()))
-        return Connection(**options)
 
     def _open_fake(self) -> AbstractConnection:
         try:
@@ -149,24 +147,22 @@ class Link:
 
 
 class EmbeddedLease:
-    """Holds the embedded server for as long as an executor needs it; nothing for other URLs."""
+    """Holds the embedded server for as long as an executor needs it."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
-        self._url, self._durability = settings.url, settings.durability
+        self._path, self._durability = settings.url.path, settings.durability
         self._server: EmbeddedServer | None = None
 
-    async def acquire(self) -> EmbeddedServer | None:
-        """Start or join the server that the URL names, again if it has gone. None for other URLs."""
-        if self._url.scheme != "embedded":
-            return None
+    async def acquire(self) -> str:
+        """Start or join the server that the URL names, again if it has gone, and return its socket's path."""
         from gym_capture_redis.embedded import EmbeddedServer
 
         if self._server is None:
             self._server = EmbeddedServer(
-                self._url.path or None, appendfsync="always" if self._durability == "fsync" else "everysec"
+                self._path or None, appendfsync="always" if self._durability == "fsync" else "everysec"
             )
         await asyncio.to_thread(self._server.start)
-        return self._server
+        return str(self._server.socket_path)
 
     async def release(self) -> None:
         """Let the server go; it ends when nobody else holds it."""
@@ -184,6 +180,51 @@ def pack_command(words: Sequence[Argument]) -> bytes:
     return b"".join(parts)
 
 
+async def ask(
+    settings: ConnectionSettings, server: Address, *words: str, username: str | None, password: str | None
+) -> Any:
+    """The reply of a server to one command, over a connection of its own.
+
+    Raises:
+        redis.exceptions.RedisError, OSError: no reply, or an error reply.
+
+    """
+    connection = _new_connection(settings, server, username=username, password=password)
+    try:
+        await connection.connect()  # type: ignore[no-untyped-call]
+        await connection.send_packed_command(pack_command(words), check_health=False)
+        return await connection.read_response()
+    finally:
+        await connection.disconnect(nowait=True)
+
+
+def _new_connection(
+    settings: ConnectionSettings, server: Address | str, **options: Any
+) -> AbstractConnection:
+    options |= {
+        "protocol": 2,  # RESP3 switches off the check for connections that are out of step
+        "retry": Retry(NoBackoff(), 0),  # the one retry loop is ours and has a deadline
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
+        "socket_read_size": PART_BYTES,
+    }
+    if isinstance(server, str):
+        return UnixDomainSocketConnection(path=server, **options)
+    options |= {"host": server.host, "port": server.port, "socket_keepalive": True}
+    if settings.url.scheme == "tls":
+        return SSLConnection(**options, **_tls_options(settings.tls or TlsSettings()))
+    return Connection(**options)
+
+
+def user_of(settings: ConnectionSettings) -> dict[str, str | None]:
+    """Who asks, for servers that hold rollouts."""
+    secret = settings.password or settings.url.password
+    return {
+        "username": settings.username or settings.url.username,
+        "password": secret.get_secret_value() if secret else None,
+    }
+
+
 async def _reply(connection: AbstractConnection) -> Any:
     """The next reply; an error reply as an exception that is not raised."""
     try:
@@ -197,6 +238,8 @@ async def _ask(connection: AbstractConnection) -> ServerFacts:
     facts = await _read_facts(connection)
     if facts.still_starting:
         raise BusyLoadingError(facts.still_starting)
+    if not facts.is_primary:  # demoted, or not promoted yet
+        raise ReadOnlyError("it is a replica")
     return facts
 
 

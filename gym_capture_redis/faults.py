@@ -91,6 +91,11 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, _TRY_AGAIN) or _code(error) in _TRY_AGAIN_CODES
 
 
+def is_redirection(error: BaseException) -> bool:
+    """Whether a node of a Cluster named another one, which has the key or is getting it."""
+    return isinstance(error, redis_errors.AskError)
+
+
 def final_error(error: BaseException, server: str) -> CaptureError:
     """Our error for an exception that repeating does not cure. ``server`` is shown in the message."""
     error = _unwrapped(error)

@@ -26,6 +26,7 @@ class ServerFacts:
     """None where the server forbids CONFIG."""
     still_starting: str
     """Why nothing can be said yet: the data is being loaded, or the first append-only file written."""
+    is_primary: bool = True
 
     @classmethod
     def parse(cls, info: bytes, config: Mapping[str, str] | None) -> ServerFacts:
@@ -40,6 +41,7 @@ class ServerFacts:
             maxmemory_policy=fields.get("maxmemory_policy", ""),
             appendfsync=None if config is None else config.get("appendfsync"),
             still_starting=_still_starting(fields),
+            is_primary=fields.get("role") != "slave",
         )
 
 

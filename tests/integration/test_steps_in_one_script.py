@@ -102,7 +102,9 @@ def backend(request: pytest.FixtureRequest, namespace: str) -> Iterator[Backend]
 
 @pytest.fixture
 async def link(backend: Backend) -> AsyncIterator[Link]:
-    made = Link(SinkSettings.build(backend.url, backend.namespace, {"durability": backend.durability}), None)
+    settings = SinkSettings.build(backend.url, backend.namespace, {"durability": backend.durability})
+    made = Link(settings, settings.url.path)
+    await made.connect()
     yield made
     await made.close()
 

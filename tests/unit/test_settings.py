@@ -16,10 +16,9 @@ import pytest
 from pydantic import SecretStr
 
 from gym_capture_redis.errors import ConfigurationError, InvalidIdentifierError
+from gym_capture_redis.server_url import DEFAULT_PORT, ServerUrl
 from gym_capture_redis.settings import (
-    DEFAULT_PORT,
     URL_VARIABLE,
-    ServerUrl,
     SinkSettings,
     SourceSettings,
 )
