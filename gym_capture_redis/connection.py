@@ -6,6 +6,7 @@ The only module that knows redis-py's connections; which exceptions mean what is
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import socket
@@ -29,7 +30,14 @@ from redis.exceptions import (
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.parts import PART_BYTES
-from gym_capture_redis.server_check import CONFIG_NAMES, ServerFacts, check_server
+from gym_capture_redis.scripts import Argument, Dialect
+from gym_capture_redis.server_check import (
+    CONFIG_NAMES,
+    ServerFacts,
+    check_server,
+    confirming_commands,
+    warnings_about,
+)
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ConnectionSettings, TlsSettings
 
@@ -37,22 +45,29 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gym_capture_redis.embedded import EmbeddedServer
-    from gym_capture_redis.scripts import Argument
+
+logger = logging.getLogger(__name__)
+
+_CONFIRM_TIMEOUT_MS = 1_000
+"""How long a lane waits for replicas before the steps are sent again, to whoever is the primary then."""
 
 _FAKE_SERVERS: dict[str, Any] = {}
+_WARNED: set[tuple[str, str]] = set()
 
 
 class Link:
     """One connection to a server, given by address or path of its socket. Belongs to one task.
 
     ``run_id`` tells which server process answered last: another one may have forgotten what the
-    first had acknowledged.
+    first had acknowledged. ``dialect``: how scripts are written for it.
     """
 
     def __init__(self, settings: ConnectionSettings, server: Address | str) -> None:
         self._settings = settings
         self._server = str(settings.url)
         self.run_id = ""
+        self.dialect = Dialect(flagged=settings.url.scheme != "fakeredis")
+        self._confirming: tuple[tuple[tuple[str | int, ...], int], ...] = ()
         self._transport: asyncio.WriteTransport | None = None
         if settings.url.scheme == "fakeredis":
             self._connection = self._open_fake()
@@ -60,11 +75,6 @@ class Link:
             self._connection = _new_connection(
                 settings, server, db=settings.url.db, redis_connect_func=self._verify, **user_of(settings)
             )
-
-    @property
-    def flagged(self) -> bool:
-        """Whether the server reads the flags of a script."""
-        return self._settings.url.scheme != "fakeredis"
 
     async def connect(self) -> None:
         """Connect, greet and verify the server.
@@ -76,9 +86,12 @@ class Link:
         """
         await self._connection.connect()  # type: ignore[no-untyped-call]
 
-    async def pipeline(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    async def pipeline(
+        self, commands: Sequence[tuple[Argument, ...]], *, confirm: bool = False
+    ) -> tuple[list[Any], bool]:
         """Send all commands at once and return the replies in order, error replies as exceptions.
 
+        With ``confirm`` it waits until they are as durable as promised, and says whether that was reached.
         After any exception, cancellation included, the link must be closed: replies may still be under way,
         and what was sent may still be executed.
 
@@ -90,12 +103,14 @@ class Link:
         connection = self._connection
         # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
         nonce = secrets.token_bytes(8)
-        packed = b"".join(map(pack_command, [*commands, ("ECHO", nonce)]))
-        await connection.send_packed_command(packed, check_health=False)
-        *replies, echo = [await _reply(connection) for _ in range(len(commands) + 1)]
+        confirming = self._confirming if confirm else ()
+        sent = [*commands, *(command for command, _ in confirming), ("ECHO", nonce)]
+        await connection.send_packed_command(b"".join(map(pack_command, sent)), check_health=False)
+        *replies, echo = [await _reply(connection) for _ in sent]
         if echo != nonce:
             raise InvalidResponse("the replies are out of step with the commands")
-        return replies
+        waited = zip(replies[len(commands) :], confirming, strict=True)
+        return replies[: len(commands)], all(_count(reply) >= least for reply, (_, least) in waited)
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -144,6 +159,12 @@ class Link:
             await connection.disconnect(nowait=True)
             raise
         self.run_id = facts.run_id
+        self._confirming = confirming_commands(facts, self._settings, _CONFIRM_TIMEOUT_MS)
+        self.dialect = Dialect(confirmed=bool(self._confirming))
+        for warning in warnings_about(
+            facts, topology=self._settings.url.topology, replicas=self._settings.replicas
+        ):
+            _warn_once(self._server, warning)
 
 
 class EmbeddedLease:
@@ -223,6 +244,18 @@ def user_of(settings: ConnectionSettings) -> dict[str, str | None]:
         "username": settings.username or settings.url.username,
         "password": secret.get_secret_value() if secret else None,
     }
+
+
+def _count(reply: Any) -> int:
+    """How many have it, by the reply of ``WAIT``, or the first of ``WAITAOF``; none by an error."""
+    first = reply[0] if isinstance(reply, list) and reply else reply
+    return first if isinstance(first, int) else 0
+
+
+def _warn_once(server: str, warning: str) -> None:
+    if (server, warning) not in _WARNED:
+        _WARNED.add((server, warning))
+        logger.warning("%s: %s", server, warning)
 
 
 async def _reply(connection: AbstractConnection) -> Any:

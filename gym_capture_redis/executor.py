@@ -11,8 +11,14 @@ from typing import TypeVar
 
 from redis.exceptions import ClusterDownError
 
-from gym_capture_redis.errors import BackendUnavailableError, CaptureError
-from gym_capture_redis.faults import explain, final_error, is_transient, is_unknown_script
+from gym_capture_redis.errors import BackendUnavailableError, CaptureError, DurabilityError
+from gym_capture_redis.faults import (
+    NotConfirmedError,
+    explain,
+    final_error,
+    is_transient,
+    is_unknown_script,
+)
 from gym_capture_redis.inflight import ByteBudget, Hold
 from gym_capture_redis.lanes import closed_error
 from gym_capture_redis.node import Node
@@ -46,6 +52,7 @@ class Executor:
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self._timeout_s = settings.timeout_s
+        self._durability, self._replicas = settings.durability, settings.replicas
         self._server = str(settings.url)
         self._topology = new_topology(settings)
         self._budget = ByteBudget(settings.max_inflight_bytes)
@@ -61,6 +68,7 @@ class Executor:
 
         Raises:
             BackendUnavailableError: no answer in time; the step may or may not have been applied.
+            DurabilityError: applied, but not confirmed in time as durable as promised.
             CaptureError: what the server's refusal means (see ``faults.final_error``).
 
         """
@@ -145,14 +153,20 @@ class Executor:
 
     def _too_late(
         self, what: str, subject: Subject, last: BaseException | None, cause: BaseException | None = None
-    ) -> BackendUnavailableError:
-        why = f" (last: {explain(last)})" if last is not None else ""
-        error = BackendUnavailableError(
-            f"{what} within {self._timeout_s:g} s{why}; "
-            f"the step on {subject} may or may not have been applied, and repeating it is safe",
-            rollout_id=subject.rollout_id,
-            model_call_id=subject.model_call_id,
-        )
+    ) -> CaptureError:
+        if isinstance(last, NotConfirmedError):
+            error: CaptureError = DurabilityError(
+                f"{self._server} applied the step on {subject}, but durability={self._durability!r} with "
+                f"replicas={self._replicas} was not confirmed within {self._timeout_s:g} s; a failure of the "
+                "server could still undo it. Repeating it is safe"
+            )
+        else:
+            why = f" (last: {explain(last)})" if last is not None else ""
+            error = BackendUnavailableError(
+                f"{what} within {self._timeout_s:g} s{why}; "
+                f"the step on {subject} may or may not have been applied, and repeating it is safe"
+            )
+        error.rollout_id, error.model_call_id = subject.rollout_id, subject.model_call_id
         error.__cause__ = last or cause
         return error
 

@@ -12,6 +12,11 @@ from gym_capture_redis.errors import (
     UnsupportedFormatError,
 )
 
+
+class NotConfirmedError(Exception):
+    """The step was applied, but nothing confirmed its fsync, or its copies on replicas."""
+
+
 _TRY_AGAIN_CODES = frozenset(
     (
         "LOADING",
@@ -34,6 +39,7 @@ _TRY_AGAIN = (
     redis_errors.TryAgainError,
     redis_errors.AskError,
     redis_errors.InvalidResponse,
+    NotConfirmedError,
     OSError,
 )
 _KILLED = "Script killed"

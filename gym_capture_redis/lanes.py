@@ -17,7 +17,8 @@ from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
-from gym_capture_redis.scripts import Argument, Call, Reply, Step, command, read_replies
+from gym_capture_redis.faults import NotConfirmedError
+from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step, command, read_replies
 from gym_capture_redis.settings import ConnectionSettings
 
 MAX_BATCH_CALLS = 64
@@ -30,6 +31,7 @@ _SHORTEST_ATTEMPT_S = 1.0
 _ATTEMPTS_IN_A_DEADLINE = 4
 _SLOWEST_BYTES_PER_S = 10 * 2**20
 
+_ASKING = ("ASKING",)
 _NOTHING = Call(Step.PEEK, b"", ())
 
 OpenLink = Callable[[], Awaitable[Link]]
@@ -171,23 +173,15 @@ class Lanes:
         """Send the batch as one pipeline of few script calls, and give each job its own reply."""
         # While the connection was made some callers may have left, and their steps with them.
         groups = _groups([job for job in batch if not job.reply.done()], one_key=self._one_key)
-        commands: list[tuple[Argument, ...]] = []
-        for group in groups:
-            if group[0].asking:
-                commands.append(("ASKING",))
-            calls = [job.call for job in group]
-            commands.append(command(calls, flagged=link.flagged, by_source=group[0].by_source))
-        answers = await link.pipeline(commands)
-        answers = [answer for sent, answer in zip(commands, answers, strict=True) if sent != ("ASKING",)]
+        commands = [words for group in groups for words in _commands(group, link.dialect)]
+        writes = any(job.call.step.writes for job in batch)
+        answers, confirmed = await link.pipeline(commands, confirm=writes)
+        answers = [answer for words, answer in zip(commands, answers, strict=True) if words != _ASKING]
         for group, answer in zip(groups, _read(link, groups, answers), strict=True):
-            if isinstance(answer, Exception):
-                _fail(group, answer)
-                continue
-            for job, reply in zip(group, answer, strict=True):
-                if isinstance(reply, Exception):
-                    _fail([job], reply)
-                elif not job.reply.done():
-                    job.reply.set_result(reply)
+            if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):
+                _fail(group, NotConfirmedError())
+            else:
+                _answer(group, answer)
         for answer in answers:
             if isinstance(answer, ReadOnlyError):
                 raise answer  # no primary any more: this connection is of no use
@@ -217,6 +211,12 @@ def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
     return list(groups.values())
 
 
+def _commands(group: Sequence[Job], dialect: Dialect) -> list[tuple[Argument, ...]]:
+    """One script call for a group, behind the word that a node needs which is still getting the slot."""
+    script_call = command([job.call for job in group], dialect, by_source=group[0].by_source)
+    return [_ASKING, script_call] if group[0].asking else [script_call]
+
+
 def _read(
     link: Link, groups: Sequence[Sequence[Job]], answers: Sequence[Any]
 ) -> list[Exception | list[Reply | ResponseError]]:
@@ -229,6 +229,17 @@ def _read(
         ]
     except ValueError:
         raise InvalidResponse("a reply has a form that no step gives") from None
+
+
+def _answer(group: Sequence[Job], answer: Exception | list[Reply | ResponseError]) -> None:
+    if isinstance(answer, Exception):
+        _fail(group, answer)
+        return
+    for job, reply in zip(group, answer, strict=True):
+        if isinstance(reply, Exception):
+            _fail([job], reply)
+        elif not job.reply.done():
+            job.reply.set_result(reply)
 
 
 async def _close(link: Link | None) -> None:

@@ -67,6 +67,9 @@ class ConnectionSettings(BaseModel):
     durability: Durability = "aof"
     """``memory``: lost with the server's memory. ``aof``: survives the server process.
     ``fsync``: survives the machine. Checked against the server on every new connection."""
+    replicas: int = Field(default=0, ge=0, le=64)
+    """How many replicas, too, must have each step before it returns (``WAIT``): it narrows what a failover
+    can lose, and does not rule it out."""
     assume_appendfsync: Literal["everysec", "always"] | None = None
     """What ``appendfsync`` is, where the server forbids CONFIG and it cannot be asked."""
 

@@ -21,7 +21,7 @@ from gym_capture_redis.lanes import (
     Lanes,
     _groups,
 )
-from gym_capture_redis.scripts import Call, Reply, Step, delete, peek
+from gym_capture_redis.scripts import Call, Dialect, Reply, Step, delete, peek
 from gym_capture_redis.settings import SinkSettings
 
 PATIENCE_S = 30.0
@@ -37,6 +37,7 @@ class Server:
         self.errors: dict[bytes, Any] = {}
         self.begun = asyncio.Semaphore(0)
         self.closed_links = 0
+        self.confirms = True
         self.silent_links = 0
         self.open = asyncio.Event()
         self.open.set()
@@ -60,14 +61,14 @@ class Server:
 
 
 class Link:
-    flagged = True
+    dialect = Dialect()
     run_id = "server"
 
     def __init__(self, server: Server, *, silent: bool) -> None:
         self._server = server
         self._silent = silent
 
-    async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+    async def pipeline(self, commands: list[tuple[Any, ...]], *, confirm: bool) -> tuple[list[Any], bool]:
         groups = [[bytes(key) for key in command[3 : 3 + command[2]]] for command in commands]
         self._server.batches.append([key for keys in groups for key in keys])
         self._server.scripts.append(
@@ -77,7 +78,7 @@ class Link:
         if self._silent:
             await asyncio.Event().wait()
         await self._server.open.wait()
-        return [self._server.answer(keys) for keys in groups]
+        return [self._server.answer(keys) for keys in groups], not confirm or self._server.confirms
 
     async def close(self) -> None:
         self._server.closed_links += 1
