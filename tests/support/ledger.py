@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Line:
-    """``began_ns`` is before the step was sent and ``ended_ns`` after it was answered, on one clock for all."""
+    """``began_ns``: before the step was sent; ``ended_ns``: after it was answered; on one clock for all."""
 
     kind: Kind
     rollout: str
@@ -162,27 +162,16 @@ class RecordedSource:
         return snapshot
 
     async def drop(self, snapshot: TokenCaptureSnapshot) -> bool:
-        rollout, facts = (
-            snapshot.rollout_id,
-            {"snapshot_id": snapshot.snapshot_id, "version": snapshot.version},
-        )
+        rollout, snapshot_id, version = snapshot.rollout_id, snapshot.snapshot_id, snapshot.version
         while True:
             began_ns = time.monotonic_ns()
             try:
-                dropped = await self._source.drop(rollout, **facts)
+                dropped = await self._source.drop(rollout, snapshot_id=snapshot_id, version=version)
             except BackendUnavailableError as error:
                 self._failed("drop", rollout, began_ns, error)
             else:
                 break
-        self._ledger.write(
-            Kind.DROP,
-            rollout,
-            "",
-            began_ns,
-            id=snapshot.snapshot_id,
-            version=snapshot.version,
-            dropped=dropped,
-        )
+        self._ledger.write(Kind.DROP, rollout, "", began_ns, id=snapshot_id, version=version, dropped=dropped)
         return dropped
 
     def _failed(self, step: str, rollout: str, began_ns: int, error: CaptureError) -> None:

@@ -88,8 +88,8 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flow
 class FaultyProxy(Proxy):
     """Does to what passes what a bad network does; its attributes may be changed at any time.
 
-    ``slice_bytes``: messages are passed on in pieces of this size. ``longest_delay_s``: each piece waits for a
-    random time up to this one.
+    ``slice_bytes``: messages are passed on in pieces of this size. ``longest_delay_s``: each piece waits for
+    a random time up to this one.
     """
 
     def __init__(self, socket_path: Path) -> None:
@@ -112,7 +112,7 @@ class FaultyProxy(Proxy):
         return len(flows)
 
     def swallow_a_reply(self) -> None:
-        """Pass on the next request, and nothing any more of what is answered on its connection."""
+        """Pass on the next request, and cut its connection when it is answered, before anybody hears."""
         self._swallow = True
 
     def hold_at(self, marker: bytes) -> None:
@@ -120,7 +120,10 @@ class FaultyProxy(Proxy):
         self._marker, self._holds_request = marker, True
 
     def hold_reply_to(self, marker: bytes) -> None:
-        """Hold the reply to a request with these bytes in it: the server has done it, and nobody hears."""
+        """Hold the reply to a request with these bytes in it: the server has done it, and nobody hears.
+
+        The server must know the script already; else what is held says only that it does not.
+        """
         self._marker, self._holds_request = marker, False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -148,10 +151,10 @@ class FaultyProxy(Proxy):
         tail = b""
         while data := await reader.read(READ_BYTES):
             if self._swallow:
-                self._swallow, flow.muted = False, True
+                self._swallow, flow.swallows = False, True
             if self._marker is not None and (found := (tail + data).find(self._marker)) >= 0:
                 end = found + len(self._marker) - len(tail)
-                self._marker, flow.muted = None, True
+                self._marker, flow.holds = None, True
                 if self._holds_request:
                     await self._pass(flow.server, data[:end])
                     self.held.set()
@@ -161,11 +164,13 @@ class FaultyProxy(Proxy):
 
     async def _down(self, flow: _Flow, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(READ_BYTES):
-            if flow.muted:
+            if flow.swallows:
                 self.swallowed += 1
+                return
+            if flow.holds:
                 self.held.set()
-            else:
-                await self._pass(flow.client, data)
+                await asyncio.Event().wait()  # until the connection is cut
+            await self._pass(flow.client, data)
 
     async def _pass(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         for start in range(0, len(data), self.slice_bytes):
@@ -180,7 +185,8 @@ class _Flow:
     def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
         self.client = client
         self.server = server
-        self.muted = False
+        self.swallows = False
+        self.holds = False
 
     def reset(self) -> None:
         for writer in (self.client, self.server):

@@ -1,4 +1,4 @@
-"""Trainers that keep a ledger: reading everything in the end, and processes that may be killed between steps."""
+"""Trainers that keep a ledger: one that reads everything in the end, and one that may be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that write rollouts and keep a ledger; they are told what to do, and may be killed at any time."""
+"""Processes that write rollouts and keep a ledger; they may be killed at any time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from support.ledger import Ledger, RecordedSink
 from support.sample_entries import sample_entry
@@ -22,6 +22,13 @@ TURN_IDS = 250
 TURNS = 8
 REFUSED_ONE_IN = 8
 STOP_TIMEOUT_S = 60.0
+
+
+class Job(Protocol):
+    """What a process may be told to do; it must be picklable."""
+
+    async def run(self, name: str) -> None:
+        """Do it, in the process of this name."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def entry_of(rollout: str, call: str, *, turn: int = 0, ballast_bytes: int = 0) 
 
 
 class WriterProcess:
-    """One process, one piece of work at a time."""
+    """One process, one job at a time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -85,19 +92,14 @@ class WriterProcess:
         self._process.start()
         theirs.close()
 
-    def start(self, work: Work) -> None:
-        self._connection.send(work)
+    def start(self, job: Job) -> None:
+        self._connection.send(job)
 
     def wait(self) -> None:
-        """Until the work is done; what went wrong there is raised here."""
+        """Until the job is done; what went wrong there is raised here."""
         error = self._connection.recv()
         if error is not None:
             raise error
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the work is done; then ``wait`` does not wait."""
-        return self._connection.poll()
 
     def kill(self) -> None:
         self._process.kill()
@@ -118,17 +120,17 @@ class WriterProcess:
 
 def _serve(connection: Connection, name: str) -> None:
     with connection:
-        while (work := connection.recv()) is not None:
+        while (job := connection.recv()) is not None:
             try:
-                asyncio.run(work.run(name))
+                asyncio.run(job.run(name))
             except Exception as error:  # noqa: BLE001 - it is raised where it is waited for
                 connection.send(RuntimeError(f"process {name}: {error!r}"))
             else:
                 connection.send(None)
 
 
-async def all_work(processes: Iterable[WriterProcess], work: Work) -> None:
-    """The same work in every process, under its own name; returns when all of it is done."""
+async def all_work(processes: Iterable[WriterProcess], job: Job) -> None:
+    """The same in every process, under its own name; returns when all of it is done."""
     for process in processes:
-        process.start(work)
+        process.start(job)
     await asyncio.gather(*(asyncio.to_thread(process.wait) for process in processes))
