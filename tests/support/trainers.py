@@ -34,6 +34,18 @@ async def read_and_judge(
     return {snapshot.rollout_id: snapshot for snapshot in snapshots if snapshot is not None}
 
 
+async def consume(url: str, ledger: Ledger, rollouts: Iterable[str], *, settings: dict[str, Any]) -> None:
+    """Freeze and drop each of them; fail if one is not dropped, or a law is broken."""
+    async with RedisTokenSource(url, **settings) as source:
+        recorded = RecordedSource(source, ledger)
+        for rollout in rollouts:
+            snapshot = await recorded.freeze(rollout)
+            assert snapshot is not None
+            assert await recorded.drop(snapshot)
+    broken = violations(ledger.lines())
+    assert not broken, "\n".join(broken)
+
+
 @dataclass(frozen=True)
 class Consumption:
     """For a ``WriterProcess``: freeze a rollout, and drop it, or wait to be killed."""
