@@ -24,15 +24,16 @@ from redis.exceptions import (
     BusyLoadingError,
     InvalidResponse,
     NoPermissionError,
-    ReadOnlyError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.parts import PART_BYTES
 from gym_capture_redis.scripts import Argument, Dialect
 from gym_capture_redis.server_check import (
     CONFIG_NAMES,
+    Confirming,
     ServerFacts,
     check_server,
     confirming_commands,
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
     from gym_capture_redis.embedded import EmbeddedServer
 
 logger = logging.getLogger(__name__)
-
-_CONFIRM_TIMEOUT_MS = 1_000
-"""How long a lane waits for replicas before the steps are sent again, to whoever is the primary then."""
 
 _FAKE_SERVERS: dict[str, Any] = {}
 _WARNED: set[tuple[str, str]] = set()
@@ -67,7 +65,7 @@ class Link:
         self._server = str(settings.url)
         self.run_id = ""
         self.dialect = Dialect(flagged=settings.url.scheme != "fakeredis")
-        self._confirming: tuple[tuple[tuple[str | int, ...], int], ...] = ()
+        self._confirming: list[Confirming] = []
         self._transport: asyncio.WriteTransport | None = None
         if settings.url.scheme == "fakeredis":
             self._connection = self._open_fake()
@@ -87,11 +85,11 @@ class Link:
         await self._connection.connect()  # type: ignore[no-untyped-call]
 
     async def pipeline(
-        self, commands: Sequence[tuple[Argument, ...]], *, confirm: bool = False
+        self, commands: Sequence[tuple[Argument, ...]], *, confirm_s: float | None = None
     ) -> tuple[list[Any], bool]:
         """Send all commands at once and return the replies in order, error replies as exceptions.
 
-        With ``confirm`` it waits until they are as durable as promised, and says whether that was reached.
+        With ``confirm_s`` it waits for so long until they are as durable as promised; says whether they are.
         After any exception, cancellation included, the link must be closed: replies may still be under way,
         and what was sent may still be executed.
 
@@ -103,14 +101,15 @@ class Link:
         connection = self._connection
         # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
         nonce = secrets.token_bytes(8)
-        confirming = self._confirming if confirm else ()
-        sent = [*commands, *(command for command, _ in confirming), ("ECHO", nonce)]
+        confirming = self._confirming if confirm_s is not None else []
+        wait_ms = max(1, int((confirm_s or 0) * 1000))  # 0 would be for ever
+        sent = [*commands, *((*each.words, wait_ms) for each in confirming), ("ECHO", nonce)]
         await connection.send_packed_command(b"".join(map(pack_command, sent)), check_health=False)
         *replies, echo = [await _reply(connection) for _ in sent]
         if echo != nonce:
             raise InvalidResponse("the replies are out of step with the commands")
         waited = zip(replies[len(commands) :], confirming, strict=True)
-        return replies[: len(commands)], all(_count(reply) >= least for reply, (_, least) in waited)
+        return replies[: len(commands)], all(_count(reply) >= each.least for reply, each in waited)
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -159,7 +158,7 @@ class Link:
             await connection.disconnect(nowait=True)
             raise
         self.run_id = facts.run_id
-        self._confirming = confirming_commands(facts, self._settings, _CONFIRM_TIMEOUT_MS)
+        self._confirming = confirming_commands(facts, self._settings)
         self.dialect = Dialect(confirmed=bool(self._confirming))
         for warning in warnings_about(
             facts, topology=self._settings.url.topology, replicas=self._settings.replicas
@@ -272,7 +271,7 @@ async def _ask(connection: AbstractConnection) -> ServerFacts:
     if facts.still_starting:
         raise BusyLoadingError(facts.still_starting)
     if not facts.is_primary:  # demoted, or not promoted yet
-        raise ReadOnlyError("it is a replica")
+        raise RedisConnectionError("it is a replica")
     return facts
 
 

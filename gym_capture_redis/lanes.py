@@ -175,7 +175,8 @@ class Lanes:
         groups = _groups([job for job in batch if not job.reply.done()], one_key=self._one_key)
         commands = [words for group in groups for words in _commands(group, link.dialect)]
         writes = any(job.call.step.writes for job in batch)
-        answers, confirmed = await link.pipeline(commands, confirm=writes)
+        confirm_s = self._attempt_s(batch) / 2 if writes else None
+        answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s)
         answers = [answer for words, answer in zip(commands, answers, strict=True) if words != _ASKING]
         for group, answer in zip(groups, _read(link, groups, answers), strict=True):
             if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.server_url import Topology
@@ -18,6 +18,17 @@ FIRST_WITH_HONEST_WAITAOF = (8, 0)
 CONFIG_NAMES = ("appendfsync", "no-appendfsync-on-rewrite", "min-replicas-to-write")
 
 _NEARLY_FULL = 0.9
+
+
+class Confirming(NamedTuple):
+    """A command that waits for what was sent before it on the same connection.
+
+    Its last word, the time to wait, is left out. It answers with a count, which must be ``least``; that of
+    ``WAITAOF`` is the server itself.
+    """
+
+    words: tuple[str | int, ...]
+    least: int
 
 
 @dataclass(frozen=True)
@@ -128,20 +139,15 @@ def waits_for_fsync(facts: ServerFacts, durability: Durability, appendfsync: str
     return durability == "fsync" and appendfsync == "everysec" and can
 
 
-def confirming_commands(
-    facts: ServerFacts, settings: ConnectionSettings, timeout_ms: int
-) -> tuple[tuple[tuple[str | int, ...], int], ...]:
-    """What is sent behind steps to wait until they are as durable as promised, and the least reply to each.
-
-    Both cover the steps sent before on the same connection (``WAITAOF`` answers with local and replicas).
-    """
-    commands: list[tuple[tuple[str | int, ...], int]] = []
+def confirming_commands(facts: ServerFacts, settings: ConnectionSettings) -> list[Confirming]:
+    """What is sent behind steps to wait until they are as durable as promised."""
+    commands = []
     appendfsync = facts.appendfsync or settings.assume_appendfsync
     if waits_for_fsync(facts, settings.durability, appendfsync):
-        commands.append((("WAITAOF", 1, 0, timeout_ms), 1))
+        commands.append(Confirming(("WAITAOF", 1, 0), 1))
     if settings.replicas:
-        commands.append((("WAIT", settings.replicas, timeout_ms), settings.replicas))
-    return tuple(commands)
+        commands.append(Confirming(("WAIT", settings.replicas), settings.replicas))
+    return commands
 
 
 def warnings_about(facts: ServerFacts, *, topology: Topology, replicas: int) -> list[str]:

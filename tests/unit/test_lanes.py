@@ -68,7 +68,9 @@ class Link:
         self._server = server
         self._silent = silent
 
-    async def pipeline(self, commands: list[tuple[Any, ...]], *, confirm: bool) -> tuple[list[Any], bool]:
+    async def pipeline(
+        self, commands: list[tuple[Any, ...]], *, confirm_s: float | None
+    ) -> tuple[list[Any], bool]:
         groups = [[bytes(key) for key in command[3 : 3 + command[2]]] for command in commands]
         self._server.batches.append([key for keys in groups for key in keys])
         self._server.scripts.append(
@@ -78,7 +80,7 @@ class Link:
         if self._silent:
             await asyncio.Event().wait()
         await self._server.open.wait()
-        return [self._server.answer(keys) for keys in groups], not confirm or self._server.confirms
+        return [self._server.answer(keys) for keys in groups], confirm_s is None or self._server.confirms
 
     async def close(self) -> None:
         self._server.closed_links += 1

@@ -181,7 +181,7 @@ def test_a_strange_reply_never_looks_able(info: bytes) -> None:
 
 def confirming(facts: dict[str, Any], **settings: Any) -> list[tuple[Any, ...]]:
     made = SinkSettings.build("redis://server", "run", settings)
-    return [command for command, _ in confirming_commands(ServerFacts(**vars(ABLE) | facts), made, 500)]
+    return [each.words for each in confirming_commands(ServerFacts(**vars(ABLE) | facts), made)]
 
 
 @pytest.mark.parametrize(
@@ -190,16 +190,16 @@ def confirming(facts: dict[str, Any], **settings: Any) -> list[tuple[Any, ...]]:
         ({}, {}, []),
         ({"appendfsync": "everysec"}, {"durability": "aof"}, []),
         ({}, {"durability": "fsync"}, []),  # `always` needs no wait
-        ({}, {"replicas": 2}, [("WAIT", 2, 500)]),
+        ({}, {"replicas": 2}, [("WAIT", 2)]),
         (
             {"version": (8, 2, 3), "appendfsync": "everysec"},
             {"durability": "fsync"},
-            [("WAITAOF", 1, 0, 500)],
+            [("WAITAOF", 1, 0)],
         ),
         (
             {"version": (8, 2, 3), "appendfsync": None},
             {"durability": "fsync", "assume_appendfsync": "everysec", "replicas": 1},
-            [("WAITAOF", 1, 0, 500), ("WAIT", 1, 500)],
+            [("WAITAOF", 1, 0), ("WAIT", 1)],
         ),
     ],
 )
