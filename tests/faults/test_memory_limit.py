@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,10 @@ class StalledPuts:
         async with RedisTokenSink(self.url, **self.settings) as sink:
             await asyncio.gather(*(sink.begin_call("r", entry.model_call_id) for entry in entries))
             self.ready.touch()
-            while self.ready.exists():
-                await asyncio.sleep(0.01)  # until the server is paused
+            paused = partial(
+                wait_until, lambda: not self.ready.exists(), "it was paused", timeout_s=PATIENCE_S
+            )
+            await asyncio.to_thread(paused)
             before = _reset_peak_bytes()
             puts = [asyncio.create_task(sink.put(entry)) for entry in entries]
             outcomes = await asyncio.gather(*puts, return_exceptions=True)
