@@ -39,7 +39,7 @@ async def test_what_was_acknowledged_is_there_or_its_rollout_is_incomplete(
         work = Work(server.url, ledger.path, ROLLOUTS, WRITERS, CALLS, settings=settings)
         writing = asyncio.create_task(all_work(crew, work))
         for records in KILLS_AT:
-            await asyncio.to_thread(wait_for_records, ledger, records)
+            await asyncio.to_thread(ledger.wait_for, Kind.RECORD, records)
             assert not writing.done(), "the server is to be killed while it is written to"
             await asyncio.to_thread(kill_and_restart, server, durability)
         await writing
@@ -51,14 +51,6 @@ async def test_what_was_acknowledged_is_there_or_its_rollout_is_incomplete(
         assert not any(snapshot.incomplete for snapshot in snapshots.values())
     else:
         assert all(snapshot.incomplete for snapshot in snapshots.values())
-
-
-def wait_for_records(ledger: Ledger, records: int) -> None:
-    wait_until(
-        lambda: ledger.count(Kind.RECORD) >= records,
-        f"{records} records were acknowledged",
-        timeout_s=PATIENCE_S,
-    )
 
 
 def kill_and_restart(server: RealServer, durability: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from support.ledger import Kind, Ledger
-from support.polling import wait_until
 from support.servers import RealServer
 from support.trainers import read_and_judge
 from support.writers import Work, WriterProcess, all_work
@@ -29,22 +28,14 @@ async def test_calls_to_a_paused_server_end_and_what_they_lost_shows(
 ) -> None:
     work = Work(server.url, ledger.path, ROLLOUTS, WRITERS, CALLS, settings=SETTINGS)
     writing = asyncio.create_task(all_work(crew, work))
-    await asyncio.to_thread(wait_for, ledger, Kind.RECORD, 50)
+    await asyncio.to_thread(ledger.wait_for, Kind.RECORD, 50)
     server.pause()
     try:
         async with RedisTokenSource(server.url, **SETTINGS) as source, asyncio.timeout(PATIENCE_S):
             with pytest.raises(BackendUnavailableError, match="gave no answer within 1 s"):
                 await source.freeze("unheard")
-            await asyncio.to_thread(wait_for, ledger, Kind.FAILED, len(crew) * WRITERS)
+            await asyncio.to_thread(ledger.wait_for, Kind.FAILED, len(crew) * WRITERS)
     finally:
         server.resume()
     await writing
     await read_and_judge(server.url, ledger, ROLLOUTS, server_kept_all=True, settings=PATIENT)
-
-
-def wait_for(ledger: Ledger, kind: Kind, lines: int) -> None:
-    wait_until(
-        lambda: ledger.count(kind) >= lines,
-        f"there were {lines} lines of {kind}",
-        timeout_s=PATIENCE_S,
-    )

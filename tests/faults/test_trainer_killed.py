@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 from support.ledger import Kind, Ledger, RecordedSink, RecordedSource
-from support.polling import wait_until
 from support.proxies import FaultyProxy
 from support.servers import RealServer
 from support.trainers import Consumption, read_and_judge
@@ -43,9 +42,7 @@ async def drop(server: RealServer, ledger: Ledger, snapshot: TokenCaptureSnapsho
 async def kill_after_its_freeze(server: RealServer, ledger: Ledger) -> None:
     with WriterProcess("trainer") as trainer:
         trainer.start(Consumption(server.url, ledger.path, "r", drops=False, settings=SETTINGS))
-        await asyncio.to_thread(
-            wait_until, lambda: ledger.count(Kind.SNAPSHOT) == 1, "it was frozen", timeout_s=PATIENCE_S
-        )
+        await asyncio.to_thread(ledger.wait_for, Kind.SNAPSHOT, 1)
         trainer.kill()
 
 

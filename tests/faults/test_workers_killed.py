@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from support.ledger import Kind, Ledger, RecordedSink
-from support.polling import wait_until
 from support.proxies import FaultyProxy
 from support.servers import RealServer
 from support.trainers import read_and_judge
@@ -73,9 +72,7 @@ async def test_a_worker_killed_between_intent_and_put_leaves_its_rollout_incompl
 ) -> None:
     with WriterProcess("dead") as worker:
         worker.start(OneCall(server.url, ledger.path, puts=False, settings=SETTINGS))
-        await asyncio.to_thread(
-            wait_until, lambda: ledger.count(Kind.INTENT) == 1, "the call was announced", timeout_s=PATIENCE_S
-        )
+        await asyncio.to_thread(ledger.wait_for, Kind.INTENT, 1)
         worker.kill()
     assert lost(await read_what_is_left(server, ledger)) == [(IncompleteCode.LOST_CALL, "dead")]
 

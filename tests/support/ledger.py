@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from support.polling import wait_until
 from support.sample_entries import exact_dump
 
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError, TokenCaptureRetiredError
@@ -22,6 +23,8 @@ from gym_capture_redis.protocols import TokenCaptureSnapshot
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+
+PATIENCE_S = 60.0
 
 
 class Kind(StrEnum):
@@ -67,6 +70,11 @@ class Ledger:
 
     def count(self, kind: Kind) -> int:
         return self.path.read_bytes().count(b'{"kind": "%s"' % kind.encode())
+
+    def wait_for(self, kind: Kind, count: int) -> None:
+        """Until there are so many lines of this kind."""
+        what = f"there were {count} lines of {kind}"
+        wait_until(lambda: self.count(kind) >= count, what, timeout_s=PATIENCE_S)
 
     def close(self) -> None:
         os.close(self._file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -51,6 +52,7 @@ class RealServer:
 
     def __init__(self, binary: Path, *, appendfsync: str = "everysec", **config: str) -> None:
         self.binary = binary
+        self.environment = dict(os.environ)
         self.directory = Path(tempfile.mkdtemp(prefix="gcr-"))
         self.port = free_port()
         self.socket_path = self.directory / "s"
@@ -90,7 +92,8 @@ class RealServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        self._process = subprocess.Popen([self.binary, *self.arguments()], stdout=subprocess.DEVNULL)
+        command = [str(self.binary), *self.arguments()]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=self.environment)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
@@ -117,7 +120,11 @@ class RealServer:
         self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         if self.is_running:
