@@ -145,6 +145,8 @@ def _authority(netloc: str) -> tuple[str | None, str | None, str]:
 
 def _addresses(hosts: str, scheme: Scheme, topology: Topology) -> list[Address]:
     several = topology != "standalone"
+    if "," in hosts and not several:
+        raise ConfigurationError("several hosts need a URL that says what they are: +sentinel or +cluster")
     if several and not hosts:
         raise ConfigurationError(f"a +{topology} URL names one or more hosts, as in redis+{topology}://a,b")
     default_host = "127.0.0.1" if scheme in ("tcp", "tls") and not several else ""
