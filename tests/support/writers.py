@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +22,7 @@ CONVERSATION = random_ids(2_000)
 TURN_IDS = 250
 TURNS = 8
 REFUSED_ONE_IN = 8
+PAUSE_S = 0.1
 STOP_TIMEOUT_S = 60.0
 
 
@@ -35,7 +37,8 @@ class Job(Protocol):
 class Work:
     """``writers`` tasks that make ``calls`` calls each, one after the other, in all of the rollouts in turn.
 
-    ``ballast_bytes`` is text that each record carries along.
+    ``ballast_bytes`` is text that each record carries along. With ``until``, the tasks go on, more slowly,
+    until that file is there, and then once through all rollouts.
     """
 
     url: str
@@ -44,6 +47,7 @@ class Work:
     writers: int
     calls: int
     ballast_bytes: int = 0
+    until: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     async def run(self, name: str) -> None:
@@ -54,10 +58,19 @@ class Work:
         ledger.close()
 
     async def _write(self, sink: RecordedSink, name: str, first: int) -> None:
-        for number in range(self.calls):
+        for number in self._numbers():
             rollout = self.rollouts[(first + number) % len(self.rollouts)]
             entry = entry_of(rollout, f"{name}.{number}", turn=number, ballast_bytes=self.ballast_bytes)
             await capture(sink, entry, refused=number % REFUSED_ONE_IN == REFUSED_ONE_IN - 1)
+            if number >= self.calls:
+                await asyncio.sleep(PAUSE_S)
+
+    def _numbers(self) -> Iterator[int]:
+        yield from range(self.calls)
+        if (until := self.until) is not None:
+            more = itertools.count(self.calls)
+            yield from itertools.takewhile(lambda _: not until.exists(), more)
+            yield from itertools.islice(more, len(self.rollouts))
 
 
 async def capture(sink: RecordedSink, entry: TokenEntry, *, refused: bool = False) -> None:
