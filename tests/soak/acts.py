@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -43,6 +44,14 @@ class Play:
     ends_s: float
     settings: dict[str, Any]
 
+    def write_log(self) -> None:
+        """Let what this process logs go to a file beside the ledger."""
+        logging.basicConfig(
+            filename=self.ledger.with_name("log"),
+            format="%(asctime)s %(processName)s %(levelname)s %(message)s",
+            force=True,
+        )
+
     @property
     def round(self) -> int:
         """The one that goes on now."""
@@ -66,6 +75,7 @@ class Worker:
     play: Play
 
     async def run(self, name: str) -> None:
+        self.play.write_log()
         async with RedisTokenSink(self.play.url, **self.play.settings) as sink, asyncio.TaskGroup() as group:
             recorded = RecordedSink(sink, Ledger(self.play.ledger))
             for place in range(ROLLOUTS_A_ROUND):
@@ -91,6 +101,7 @@ class Trainer:
     play: Play
 
     async def run(self, name: str) -> None:
+        self.play.write_log()
         ledger = Ledger(self.play.ledger)
         chance = random.Random(f"{self.play.seed} {name}")
         consumed = {
