@@ -75,7 +75,7 @@ def soak(
         for text in broken[:SHOWN_VIOLATIONS]:
             typer.echo(f"VIOLATION {text}", err=True)
         typer.echo(
-            f"\nin {directory}: ledger (all steps), faults.jsonl (by the same clock), log (of all processes)\n"
+            f"\nin {directory}: ledger (all steps), faults.jsonl (same clock), log (of all processes)\n"
             f"again: scripts/soak {options}",
             err=True,
         )
