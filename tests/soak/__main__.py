@@ -56,8 +56,8 @@ def soak(
 ) -> None:
     """Hurt servers, networks, workers and trainers at random, and check that no law was broken.
 
-    Workers write to new rollouts all the time, and a trainer freezes and drops them. Ends with a table, and
-    with 1 if a rollout that lost something looked whole, or anything else was not as it must be.
+    Workers write to new rollouts all the time, and a trainer freezes and drops them. The exit code is 1 if a
+    rollout that lost something looked whole, or anything else was not as it must be.
     """
     seed = random.randrange(10**6) if seed is None else seed
     binary = BINARIES[server]()
