@@ -14,7 +14,9 @@ SERVICE = "service"
 QUORUM = 2
 SENTINELS = 3
 
-DOWN_AFTER_MS = 500
+DOWN_AFTER_MS = 1_000
+"""Half as long, and a busy machine looks like a dead server now and then."""
+
 FAILOVER_TIMEOUT_MS = 2_000
 """A vote that is split is held again after twice this time."""
 
@@ -170,6 +172,7 @@ class SentinelGroup:
             and below["role"] == "slave"
             and below["master_link_status"] == "up"
             and all(_knows_the_group(sentinel.facts()) for sentinel in self.sentinels)
+            and len({sentinel.facts()["port"] for sentinel in self.sentinels}) == 1
         )
 
 
