@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.names import steady_repr
 from support.sample_entries import (
     SMALL,
     as_numpy,
@@ -635,7 +636,7 @@ def test_a_record_above_the_limit_is_refused_and_one_at_the_limit_is_not(fields:
         ("note", "\udfff"),
         ("note", 2**64),
     ],
-    ids=lambda value: repr(value)[:40],
+    ids=lambda value: steady_repr(value)[:40],
 )
 def test_what_no_reader_could_load_is_refused_and_names_the_call(field: str, value: Any) -> None:
     entry = sample_entry()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
+from support.names import steady_repr
 from support.sample_entries import exact, finite_floats, token_ids
 from support.sequences import id_array
 
@@ -247,7 +248,7 @@ def test_ids_taken_from_a_list_do_not_change_with_it() -> None:
         *([np.bool_(1)], [np.float64(1)], [1, 1.0], [2**40, 1.0], [1, None], [2**40, "1"], [b"1"], [1j]),
         *((-1,), (1.0,), (2**63,), [(1,)], [object()], [np.array([1, 2])], range(3), bytearray(b"12")),
     ],
-    ids=lambda ids: repr(ids)[:40],
+    ids=lambda ids: steady_repr(ids)[:40],
 )
 def test_a_list_with_anything_else_is_refused_and_the_field_is_named(ids: Any) -> None:
     with pytest.raises(InvalidRecordError, match="generation_token_ids"):
@@ -262,7 +263,7 @@ def test_a_list_with_anything_else_is_refused_and_the_field_is_named(ids: Any) -
         *(np.array([[1]]), np.array(1), np.array([1.0]), np.array([True]), np.array(["1"])),
         *(np.array([-1]), np.array([2**63], np.uint64), np.array([object()])),
     ],
-    ids=repr,
+    ids=steady_repr,
 )
 def test_what_is_no_list_of_ids_is_refused_and_the_field_is_named(ids: Any) -> None:
     with pytest.raises(InvalidRecordError, match="prompt_token_ids"):
