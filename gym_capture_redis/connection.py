@@ -6,6 +6,7 @@ The only module that knows redis-py's connections; which exceptions mean what is
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import socket
@@ -19,64 +20,96 @@ from redis.asyncio.connection import (
 )
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, InvalidResponse, NoPermissionError, ResponseError
+from redis.exceptions import (
+    BusyLoadingError,
+    InvalidResponse,
+    NoPermissionError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.parts import PART_BYTES
-from gym_capture_redis.server_check import CONFIG_NAMES, ServerFacts, check_server
+from gym_capture_redis.scripts import Argument, Dialect
+from gym_capture_redis.server_check import (
+    CONFIG_NAMES,
+    Confirming,
+    ServerFacts,
+    check_server,
+    confirming_commands,
+    warnings_about,
+)
+from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ConnectionSettings, TlsSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gym_capture_redis.embedded import EmbeddedServer
-    from gym_capture_redis.scripts import Argument
+
+logger = logging.getLogger(__name__)
 
 _FAKE_SERVERS: dict[str, Any] = {}
+_WARNED: set[tuple[str, str]] = set()
 
 
 class Link:
-    """One connection to the server. Belongs to one event loop and one task.
+    """One connection to a server, given by address or path of its socket. Belongs to one task.
 
     ``run_id`` tells which server process answered last: another one may have forgotten what the
-    first had acknowledged.
+    first had acknowledged. ``dialect``: how scripts are written for it.
     """
 
-    def __init__(self, settings: ConnectionSettings, embedded: EmbeddedServer | None) -> None:
+    def __init__(self, settings: ConnectionSettings, server: Address | str) -> None:
         self._settings = settings
         self._server = str(settings.url)
         self.run_id = ""
+        self.dialect = Dialect(flagged=settings.url.scheme != "fakeredis")
+        self._confirming: list[Confirming] = []
         self._transport: asyncio.WriteTransport | None = None
-        self._connection = self._open_fake() if settings.url.scheme == "fakeredis" else self._open(embedded)
+        if settings.url.scheme == "fakeredis":
+            self._connection = self._open_fake()
+        else:
+            self._connection = _new_connection(
+                settings, server, db=settings.url.db, redis_connect_func=self._verify, **user_of(settings)
+            )
 
-    @property
-    def flagged(self) -> bool:
-        """Whether the server reads the flags of a script."""
-        return self._settings.url.scheme != "fakeredis"
+    async def connect(self) -> None:
+        """Connect, greet and verify the server.
 
-    async def pipeline(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        Raises:
+            redis.exceptions.RedisError, OSError: it is away, starting, or no primary.
+            DurabilityError, ConfigurationError: it was refused.
+
+        """
+        await self._connection.connect()  # type: ignore[no-untyped-call]
+
+    async def pipeline(
+        self, commands: Sequence[tuple[Argument, ...]], *, confirm_s: float | None = None
+    ) -> tuple[list[Any], bool]:
         """Send all commands at once and return the replies in order, error replies as exceptions.
 
-        Connects first where there is no connection. After any exception, cancellation included, the link
-        must be closed: replies may still be under way, and what was sent may still be executed.
+        With ``confirm_s`` it waits for so long until they are as durable as promised; says whether they are.
+        After any exception, cancellation included, the link must be closed: replies may still be under way,
+        and what was sent may still be executed.
 
         Raises:
             redis.exceptions.RedisError, OSError: the connection failed or is out of step; none of the
                 replies is known.
-            DurabilityError, ConfigurationError: the server was refused.
 
         """
         connection = self._connection
-        if not connection.is_connected:
-            await connection.connect()  # type: ignore[no-untyped-call]
         # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
         nonce = secrets.token_bytes(8)
-        packed = b"".join(map(pack_command, [*commands, ("ECHO", nonce)]))
-        await connection.send_packed_command(packed, check_health=False)
-        *replies, echo = [await _reply(connection) for _ in range(len(commands) + 1)]
+        confirming = self._confirming if confirm_s is not None else []
+        wait_ms = max(1, int((confirm_s or 0) * 1000))  # 0 would be for ever
+        sent = [*commands, *((*each.words, wait_ms) for each in confirming), ("ECHO", nonce)]
+        await connection.send_packed_command(b"".join(map(pack_command, sent)), check_health=False)
+        *replies, echo = [await _reply(connection) for _ in sent]
         if echo != nonce:
             raise InvalidResponse("the replies are out of step with the commands")
-        return replies
+        waited = zip(replies[len(commands) :], confirming, strict=True)
+        return replies[: len(commands)], all(_count(reply) >= each.least for reply, each in waited)
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -94,27 +127,6 @@ class Link:
         sock = self._transport.get_extra_info("socket") if self._transport else None
         if sock is not None and sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * PART_BYTES)
-
-    def _open(self, embedded: EmbeddedServer | None) -> AbstractConnection:
-        settings, url = self._settings, self._settings.url
-        options: dict[str, Any] = {
-            "db": url.db,
-            "username": settings.username or url.username,
-            "password": secret.get_secret_value() if (secret := settings.password or url.password) else None,
-            "protocol": 2,  # RESP3 switches off the check for connections that are out of step
-            "retry": Retry(NoBackoff(), 0),  # the one retry loop is ours and has a deadline
-            "socket_timeout": None,
-            "socket_connect_timeout": None,
-            "socket_read_size": PART_BYTES,
-            "redis_connect_func": self._verify,
-        }
-        if embedded is not None or url.scheme == "unix":
-            path = str(embedded.socket_path) if embedded is not None else url.path
-            return UnixDomainSocketConnection(path=path, **options)
-        options |= {"host": url.host, "port": url.port, "socket_keepalive": True}
-        if url.scheme == "tls":
-            return SSLConnection(**options, **_tls_options(settings.tls or TlsSettings()))
-        return Connection(**options)
 
     def _open_fake(self) -> AbstractConnection:
         try:
@@ -146,27 +158,31 @@ class Link:
             await connection.disconnect(nowait=True)
             raise
         self.run_id = facts.run_id
+        self._confirming = confirming_commands(facts, self._settings)
+        self.dialect = Dialect(confirmed=bool(self._confirming))
+        for warning in warnings_about(
+            facts, topology=self._settings.url.topology, replicas=self._settings.replicas
+        ):
+            _warn_once(self._server, warning)
 
 
 class EmbeddedLease:
-    """Holds the embedded server for as long as an executor needs it; nothing for other URLs."""
+    """Holds the embedded server for as long as an executor needs it."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
-        self._url, self._durability = settings.url, settings.durability
+        self._path, self._durability = settings.url.path, settings.durability
         self._server: EmbeddedServer | None = None
 
-    async def acquire(self) -> EmbeddedServer | None:
-        """Start or join the server that the URL names, again if it has gone. None for other URLs."""
-        if self._url.scheme != "embedded":
-            return None
+    async def acquire(self) -> str:
+        """Start or join the server that the URL names, again if it has gone, and return its socket's path."""
         from gym_capture_redis.embedded import EmbeddedServer
 
         if self._server is None:
             self._server = EmbeddedServer(
-                self._url.path or None, appendfsync="always" if self._durability == "fsync" else "everysec"
+                self._path or None, appendfsync="always" if self._durability == "fsync" else "everysec"
             )
         await asyncio.to_thread(self._server.start)
-        return self._server
+        return str(self._server.socket_path)
 
     async def release(self) -> None:
         """Let the server go; it ends when nobody else holds it."""
@@ -184,6 +200,63 @@ def pack_command(words: Sequence[Argument]) -> bytes:
     return b"".join(parts)
 
 
+async def ask(
+    settings: ConnectionSettings, server: Address, *words: str, username: str | None, password: str | None
+) -> Any:
+    """The reply of a server to one command, over a connection of its own.
+
+    Raises:
+        redis.exceptions.RedisError, OSError: no reply, or an error reply.
+
+    """
+    connection = _new_connection(settings, server, username=username, password=password)
+    try:
+        await connection.connect()  # type: ignore[no-untyped-call]
+        await connection.send_packed_command(pack_command(words), check_health=False)
+        return await connection.read_response()
+    finally:
+        await connection.disconnect(nowait=True)
+
+
+def _new_connection(
+    settings: ConnectionSettings, server: Address | str, **options: Any
+) -> AbstractConnection:
+    options |= {
+        "protocol": 2,  # RESP3 switches off the check for connections that are out of step
+        "retry": Retry(NoBackoff(), 0),  # the one retry loop is ours and has a deadline
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
+        "socket_read_size": PART_BYTES,
+    }
+    if isinstance(server, str):
+        return UnixDomainSocketConnection(path=server, **options)
+    options |= {"host": server.host, "port": server.port, "socket_keepalive": True}
+    if settings.url.scheme == "tls":
+        return SSLConnection(**options, **_tls_options(settings.tls or TlsSettings()))
+    return Connection(**options)
+
+
+def user_of(settings: ConnectionSettings) -> dict[str, str | None]:
+    """Who asks, for servers that hold rollouts."""
+    secret = settings.password or settings.url.password
+    return {
+        "username": settings.username or settings.url.username,
+        "password": secret.get_secret_value() if secret else None,
+    }
+
+
+def _count(reply: Any) -> int:
+    """How many have it, by the reply of ``WAIT``, or the first of ``WAITAOF``; none by an error."""
+    first = reply[0] if isinstance(reply, list) and reply else reply
+    return first if isinstance(first, int) else 0
+
+
+def _warn_once(server: str, warning: str) -> None:
+    if (server, warning) not in _WARNED:
+        _WARNED.add((server, warning))
+        logger.warning("%s: %s", server, warning)
+
+
 async def _reply(connection: AbstractConnection) -> Any:
     """The next reply; an error reply as an exception that is not raised."""
     try:
@@ -197,6 +270,8 @@ async def _ask(connection: AbstractConnection) -> ServerFacts:
     facts = await _read_facts(connection)
     if facts.still_starting:
         raise BusyLoadingError(facts.still_starting)
+    if not facts.is_primary:  # demoted, or not promoted yet
+        raise RedisConnectionError("it is a replica")
     return facts
 
 

@@ -12,7 +12,7 @@
     ├── CorruptRecordError                       what Redis holds is not what was written
     ├── UnsupportedFormatError                   what Redis holds was written by a newer version
     ├── BackendUnavailableError                  Redis did not answer, or refused, within the deadline
-    ├── DurabilityError                          the server cannot keep the promised durability
+    ├── DurabilityError                          the promised durability cannot be kept, or was not confirmed
     └── ConfigurationError         ValueError    a setting, URL or installation is wrong
 
 Where Gym defines an error of the same name, ours is also a subclass of Gym's, so that handlers
@@ -79,7 +79,11 @@ class BackendUnavailableError(CaptureError):
 
 
 class DurabilityError(CaptureError):
-    """The server's configuration cannot keep the chosen durability. Nothing was written."""
+    """The chosen durability is not reached.
+
+    Either the server's configuration cannot keep it, and nothing was written; or the step was applied, and
+    its fsync or its copy on replicas was not confirmed in time: repeating it is safe.
+    """
 
 
 class ConfigurationError(CaptureError, ValueError):

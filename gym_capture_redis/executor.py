@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gym_capture_redis.connection import EmbeddedLease
-from gym_capture_redis.errors import BackendUnavailableError, CaptureError
-from gym_capture_redis.faults import explain, final_error, is_transient, is_unknown_script
+from redis.exceptions import ClusterDownError
+
+from gym_capture_redis.errors import BackendUnavailableError, CaptureError, DurabilityError
+from gym_capture_redis.faults import (
+    NotConfirmedError,
+    explain,
+    final_error,
+    is_transient,
+    is_unknown_script,
+)
 from gym_capture_redis.inflight import ByteBudget, Hold
-from gym_capture_redis.lanes import MAX_JOINED_BYTES, Lanes, closed_error
+from gym_capture_redis.lanes import closed_error
+from gym_capture_redis.node import Node
+from gym_capture_redis.retry import Backoff
 from gym_capture_redis.scripts import Call, Reply
 from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.topology import new_topology
 
-_FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 1.0
 _THREADS = 2
-_LARGE_LANES = 2
-"""One sends while the server works on what the other has sent."""
 
 _INHERITED: list[dict[asyncio.AbstractEventLoop, Executor]] = []
 
@@ -43,19 +48,13 @@ class Subject:
 
 
 class Executor:
-    """Runs steps and other work within deadlines. Belongs to one event loop; opens nothing until used.
-
-    Urgent steps (marks and refusals) have a connection of their own, so that they wait for no put. Large ones
-    have their own too, so that no small step waits for them.
-    """
+    """Runs steps and other work within deadlines. Belongs to one event loop; opens nothing until used."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self._timeout_s = settings.timeout_s
+        self._durability, self._replicas = settings.durability, settings.replicas
         self._server = str(settings.url)
-        self._embedded = EmbeddedLease(settings)
-        self._lanes = Lanes(settings, self._embedded, count=settings.connections, name="lane")
-        self._large_lanes = Lanes(settings, self._embedded, count=_LARGE_LANES, name="large lane")
-        self._urgent_lane = Lanes(settings, self._embedded, count=1, name="urgent lane")
+        self._topology = new_topology(settings)
         self._budget = ByteBudget(settings.max_inflight_bytes)
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
@@ -69,32 +68,42 @@ class Executor:
 
         Raises:
             BackendUnavailableError: no answer in time; the step may or may not have been applied.
+            DurabilityError: applied, but not confirmed in time as durable as promised.
             CaptureError: what the server's refusal means (see ``faults.final_error``).
 
         """
-        lanes = self._lanes
-        if urgent:
-            lanes = self._urgent_lane
-        elif call.nbytes > MAX_JOINED_BYTES:
-            lanes = self._large_lanes
-        by_source, longest_pause_s, last = False, _FIRST_PAUSE_S / 2, None
+        by_source, redirected, backoff = False, None, Backoff()
         while True:
+            node = None
             try:
-                return await _until(deadline, lanes.submit(call, by_source=by_source, deadline=deadline))
+                node = redirected or self._topology.node_of(call.key) or await self._find(call.key, deadline)
+                reply = node.submit(
+                    call, urgent=urgent, by_source=by_source, asking=redirected is not None, deadline=deadline
+                )
+                return await _until(deadline, reply)
+            except TimeoutError as error:
+                raise self._too_late(f"{self._server} gave no answer", subject, backoff.last, error) from None
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
-                if isinstance(error, TimeoutError):
-                    raise self._too_late(f"{self._server} gave no answer", subject, last) from (last or error)
                 if is_unknown_script(error) and not by_source:
                     by_source = True
                     continue
                 if not is_transient(error):
                     raise _about(subject, final_error(error, self._server)) from None
-                last = error
-            longest_pause_s = min(2 * longest_pause_s, _LONGEST_PAUSE_S)
+                redirected = self._topology.learn(error, node) if node is not None else None
+                pause_s = backoff.after(error)
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
-                raise self._too_late(f"{self._server} gave no answer", subject, last) from last
-            await asyncio.sleep(min(random.uniform(0, longest_pause_s), left_s))  # noqa: S311 - jitter
+                raise self._too_late(f"{self._server} gave no answer", subject, backoff.last)
+            await asyncio.sleep(min(pause_s, left_s))
+
+    async def _find(self, key: bytes, deadline: float) -> Node:
+        """The node that holds the key, once that is known again."""
+        async with asyncio.timeout_at(deadline):
+            await self._topology.refresh()
+        node = self._topology.node_of(key)
+        if node is None:
+            raise ClusterDownError("no node serves the slot")
+        return node
 
     async def room(self, nbytes: int, subject: Subject, *, deadline: float) -> Hold:
         """Hold ``nbytes`` of ``max_inflight_bytes``, waiting for them if need be.
@@ -137,20 +146,29 @@ class Executor:
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
         self._closed = True
-        await asyncio.gather(self._lanes.close(), self._large_lanes.close(), self._urgent_lane.close())
+        await self._topology.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None
-        await self._embedded.release()
 
-    def _too_late(self, what: str, subject: Subject, last: BaseException | None) -> BackendUnavailableError:
-        why = f" (last: {explain(last)})" if last is not None else ""
-        return BackendUnavailableError(
-            f"{what} within {self._timeout_s:g} s{why}; "
-            f"the step on {subject} may or may not have been applied, and repeating it is safe",
-            rollout_id=subject.rollout_id,
-            model_call_id=subject.model_call_id,
-        )
+    def _too_late(
+        self, what: str, subject: Subject, last: BaseException | None, cause: BaseException | None = None
+    ) -> CaptureError:
+        if isinstance(last, NotConfirmedError):
+            error: CaptureError = DurabilityError(
+                f"{self._server} applied the step on {subject}, but durability={self._durability!r} with "
+                f"replicas={self._replicas} was not confirmed within {self._timeout_s:g} s; a failure of the "
+                "server could still undo it. Repeating it is safe"
+            )
+        else:
+            why = f" (last: {explain(last)})" if last is not None else ""
+            error = BackendUnavailableError(
+                f"{what} within {self._timeout_s:g} s{why}; "
+                f"the step on {subject} may or may not have been applied, and repeating it is safe"
+            )
+        error.rollout_id, error.model_call_id = subject.rollout_id, subject.model_call_id
+        error.__cause__ = last or cause
+        return error
 
 
 async def _until(deadline: float, reply: asyncio.Future[Reply]) -> Reply:

@@ -12,6 +12,11 @@ from gym_capture_redis.errors import (
     UnsupportedFormatError,
 )
 
+
+class NotConfirmedError(Exception):
+    """The step was applied, but nothing confirmed its fsync, or its copies on replicas."""
+
+
 _TRY_AGAIN_CODES = frozenset(
     (
         "LOADING",
@@ -34,6 +39,7 @@ _TRY_AGAIN = (
     redis_errors.TryAgainError,
     redis_errors.AskError,
     redis_errors.InvalidResponse,
+    NotConfirmedError,
     OSError,
 )
 _KILLED = "Script killed"
@@ -89,6 +95,11 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, redis_errors.ResponseError) and _KILLED in _text(error):
         return True
     return isinstance(error, _TRY_AGAIN) or _code(error) in _TRY_AGAIN_CODES
+
+
+def is_redirection(error: BaseException) -> bool:
+    """Whether a node of a Cluster named another one, which has the key or is getting it."""
+    return isinstance(error, redis_errors.AskError)
 
 
 def final_error(error: BaseException, server: str) -> CaptureError:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from redis.exceptions import InvalidResponse
+from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
 
-from gym_capture_redis.connection import EmbeddedLease, Link
+from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
-from gym_capture_redis.scripts import Call, Reply, Step, command, read_replies
+from gym_capture_redis.faults import NotConfirmedError
+from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step, command, read_replies
 from gym_capture_redis.settings import ConnectionSettings
 
 MAX_BATCH_CALLS = 64
@@ -29,15 +31,23 @@ _SHORTEST_ATTEMPT_S = 1.0
 _ATTEMPTS_IN_A_DEADLINE = 4
 _SLOWEST_BYTES_PER_S = 10 * 2**20
 
+_ASKING = ("ASKING",)
 _NOTHING = Call(Step.PEEK, b"", ())
+
+OpenLink = Callable[[], Awaitable[Link]]
+"""Finds the server and connects."""
 
 
 @dataclass
 class Job:
-    """A step on its way; ``by_source`` sends the whole script, ``deadline`` is in loop time."""
+    """A step on its way; ``by_source`` sends the whole script, ``deadline`` is in loop time.
+
+    ``asking``: to a node of a Cluster to which the rollout is just moving.
+    """
 
     call: Call
     by_source: bool
+    asking: bool
     deadline: float
     reply: asyncio.Future[Reply]
 
@@ -49,11 +59,10 @@ class Job:
 class Lanes:
     """``count`` lanes that share a queue. They begin with the first job."""
 
-    def __init__(
-        self, settings: ConnectionSettings, embedded: EmbeddedLease, *, count: int, name: str
-    ) -> None:
+    def __init__(self, settings: ConnectionSettings, open_link: OpenLink, *, count: int, name: str) -> None:
         self._settings = settings
-        self._embedded = embedded
+        self._one_key = settings.url.topology == "cluster"
+        self._open_link = open_link
         self._count = count
         self._name = name
         self._jobs: deque[Job] = deque()
@@ -62,7 +71,12 @@ class Lanes:
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
 
-    def submit(self, call: Call, *, by_source: bool, deadline: float) -> asyncio.Future[Reply]:
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits for a reply."""
+        return not self._jobs and not self._sending
+
+    def submit(self, call: Call, *, by_source: bool, asking: bool, deadline: float) -> asyncio.Future[Reply]:
         """Queue a step. The future ends with its reply, or with whatever went wrong.
 
         Raises:
@@ -78,7 +92,7 @@ class Lanes:
                 for number in range(self._count)
             ]
         reply: asyncio.Future[Reply] = loop.create_future()
-        job = Job(call, by_source, deadline, reply)
+        job = Job(call, by_source, asking, deadline, reply)
         # A caller that left may leave megabytes behind, until a lane comes across its job.
         reply.add_done_callback(job.let_go)
         self._jobs.append(job)
@@ -105,8 +119,8 @@ class Lanes:
                 self._sending += 1
                 try:
                     async with asyncio.timeout(self._attempt_s(batch)):
-                        link = link or Link(self._settings, await self._embedded.acquire())
-                        await _send(link, batch)
+                        link = link or await self._open_link()
+                        await self._send(link, batch)
                 except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
                     # Their own deadlines are theirs: here only this attempt has taken too long.
                     _fail(
@@ -155,6 +169,24 @@ class Lanes:
                 nbytes += job.call.nbytes + job.call.reply_bytes
         return batch
 
+    async def _send(self, link: Link, batch: Sequence[Job]) -> None:
+        """Send the batch as one pipeline of few script calls, and give each job its own reply."""
+        # While the connection was made some callers may have left, and their steps with them.
+        groups = _groups([job for job in batch if not job.reply.done()], one_key=self._one_key)
+        commands = [words for group in groups for words in _commands(group, link.dialect)]
+        writes = any(job.call.step.writes for job in batch)
+        confirm_s = self._attempt_s(batch) / 2 if writes else None
+        answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s)
+        answers = [answer for words, answer in zip(commands, answers, strict=True) if words != _ASKING]
+        for group, answer in zip(groups, _read(link, groups, answers), strict=True):
+            if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):
+                _fail(group, NotConfirmedError())
+            else:
+                _answer(group, answer)
+        for answer in answers:
+            if isinstance(answer, ReadOnlyError):
+                raise answer  # no primary any more: this connection is of no use
+
     def _attempt_s(self, batch: Sequence[Job]) -> float:
         """How long one attempt may take: a connection that fell silent must leave time for another."""
         left_s = max(job.deadline for job in batch) - asyncio.get_running_loop().time()
@@ -167,18 +199,30 @@ def closed_error() -> BackendUnavailableError:
     return BackendUnavailableError("the client was closed meanwhile")
 
 
-async def _send(link: Link, batch: Sequence[Job]) -> None:
-    """Send the batch as one pipeline of few script calls, and give each job its own reply."""
-    # While the connection was made some callers may have left, and their steps with them.
-    groups = _groups([job for job in batch if not job.reply.done()])
-    answers = await link.pipeline(
-        [
-            command([job.call for job in group], flagged=link.flagged, by_source=group[0].by_source)
-            for group in groups
-        ]
-    )
+def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
+    """The jobs that one script call can hold: the same short step, each in the order they came.
+
+    With ``one_key`` of one rollout only, as in a Cluster, where other keys are in other slots.
+    """
+    groups: dict[object, list[Job]] = {}
+    for number, job in enumerate(batch):
+        joins = job.call.step.is_short and job.call.nbytes <= MAX_JOINED_BYTES
+        alike = (job.call.step, job.by_source, job.asking, job.call.key if one_key else b"")
+        groups.setdefault(alike if joins else number, []).append(job)
+    return list(groups.values())
+
+
+def _commands(group: Sequence[Job], dialect: Dialect) -> list[tuple[Argument, ...]]:
+    """One script call for a group, behind the word that a node needs which is still getting the slot."""
+    script_call = command([job.call for job in group], dialect, by_source=group[0].by_source)
+    return [_ASKING, script_call] if group[0].asking else [script_call]
+
+
+def _read(
+    link: Link, groups: Sequence[Sequence[Job]], answers: Sequence[Any]
+) -> list[Exception | list[Reply | ResponseError]]:
     try:
-        replies = [
+        return [
             answer
             if isinstance(answer, Exception)
             else read_replies(answer, count=len(group), run_id=link.run_id)
@@ -186,24 +230,17 @@ async def _send(link: Link, batch: Sequence[Job]) -> None:
         ]
     except ValueError:
         raise InvalidResponse("a reply has a form that no step gives") from None
-    for group, answer in zip(groups, replies, strict=True):
-        if isinstance(answer, Exception):
-            _fail(group, answer)
-            continue
-        for job, reply in zip(group, answer, strict=True):
-            if isinstance(reply, Exception):
-                _fail([job], reply)
-            elif not job.reply.done():
-                job.reply.set_result(reply)
 
 
-def _groups(batch: Sequence[Job]) -> list[list[Job]]:
-    """The jobs that one script call can hold: the same short step, each in the order they came."""
-    groups: dict[object, list[Job]] = {}
-    for number, job in enumerate(batch):
-        joins = job.call.step.is_short and job.call.nbytes <= MAX_JOINED_BYTES
-        groups.setdefault((job.call.step, job.by_source) if joins else number, []).append(job)
-    return list(groups.values())
+def _answer(group: Sequence[Job], answer: Exception | list[Reply | ResponseError]) -> None:
+    if isinstance(answer, Exception):
+        _fail(group, answer)
+        return
+    for job, reply in zip(group, answer, strict=True):
+        if isinstance(reply, Exception):
+            _fail([job], reply)
+        elif not job.reply.done():
+            job.reply.set_result(reply)
 
 
 async def _close(link: Link | None) -> None:

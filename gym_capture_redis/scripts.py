@@ -26,11 +26,24 @@ FORMAT = 1
 Argument = bytes | str | int
 
 
+class Dialect(NamedTuple):
+    """How a script is written for a connection.
+
+    ``flagged``: with the first line that only real servers understand. ``confirmed``: for one that waits
+    until what it wrote is durable: a step that finds all done writes something even so, or else the wait
+    would not cover the one that did it.
+    """
+
+    flagged: bool = True
+    confirmed: bool = False
+
+
 class Step(Enum):
     """A step, by the name of its file, and the flags that its script carries on a real server.
 
     Without flags Redis refuses a script at its memory limit before it runs; what must work there
-    (marking, refusing, reading and all that frees memory) says ``allow-oom``.
+    (marking, refusing, reading and all that frees memory) says ``allow-oom``. None says ``no-writes``, which
+    a replica would run as well, on old data.
     """
 
     JOIN = ("join", "")
@@ -40,20 +53,21 @@ class Step(Enum):
     MARK = ("mark", "allow-oom")
     REFUSE = ("refuse", "allow-oom")
     FREEZE = ("freeze", "allow-oom")
-    READ = ("read", "no-writes,allow-oom")
+    READ = ("read", "allow-oom")
     DROP = ("drop", "allow-oom")
-    PEEK = ("peek", "no-writes,allow-oom")
+    PEEK = ("peek", "allow-oom")
     RETIRE = ("retire", "allow-oom")
     DELETE = ("delete", "allow-oom")
 
     @cache
-    def source(self, *, flagged: bool) -> bytes:
-        """Lua source; ``flagged`` adds the first line that only real servers understand."""
+    def source(self, dialect: Dialect) -> bytes:
+        """Lua source."""
         name, flags = self.value
         folder = resources.files("gym_capture_redis") / "lua"
         parts = [
-            "#!lua" + (f" flags={flags}" if flags else "") if flagged else f"-- {name}",
+            "#!lua" + (f" flags={flags}" if flags else "") if dialect.flagged else f"-- {name}",
             f"local FORMAT = '{FORMAT}'",
+            f"local CONFIRMED = {'true' if dialect.confirmed and self.writes else 'false'}",
             (folder / "_rollout.lua").read_text("utf-8"),
             "local function step()",
             (folder / f"{name}.lua").read_text("utf-8"),
@@ -63,14 +77,19 @@ class Step(Enum):
         return "\n".join(parts).encode()
 
     @property
+    def writes(self) -> bool:
+        """Whether it may change something."""
+        return self not in (Step.PEEK, Step.READ)
+
+    @property
     def is_short(self) -> bool:
         """Whether one call of the script may hold many of these steps: their work is small and bounded."""
         return self not in (Step.FREEZE, Step.READ)
 
     @cache
-    def sha1(self, *, flagged: bool) -> str:
+    def sha1(self, dialect: Dialect) -> str:
         """The name under which EVALSHA finds the script."""
-        return hashlib.sha1(self.source(flagged=flagged), usedforsecurity=False).hexdigest()
+        return hashlib.sha1(self.source(dialect), usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -89,15 +108,13 @@ class Call:
         return sum(len(arg) for arg in self.args if isinstance(arg, bytes))
 
 
-def command(calls: Sequence[Call], *, flagged: bool, by_source: bool) -> tuple[Argument, ...]:
+def command(calls: Sequence[Call], dialect: Dialect, *, by_source: bool) -> tuple[Argument, ...]:
     """One script call for several calls of the same step, each of which gets a reply of its own.
 
     EVALSHA, or EVAL with the whole source for a server that does not know the script yet.
     """
     step = calls[0].step
-    words: list[Argument] = (
-        ["EVAL", step.source(flagged=flagged)] if by_source else ["EVALSHA", step.sha1(flagged=flagged)]
-    )
+    words: list[Argument] = ["EVAL", step.source(dialect)] if by_source else ["EVALSHA", step.sha1(dialect)]
     words.append(len(calls))
     words.extend(call.key for call in calls)
     for call in calls:

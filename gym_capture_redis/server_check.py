@@ -1,17 +1,34 @@
-"""Can the server keep what the settings promise? Pure: reads the replies of INFO and CONFIG GET."""
+"""Can the server keep what the settings promise, and how? Pure: reads the replies of INFO and CONFIG GET."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
-from gym_capture_redis.settings import Durability
+from gym_capture_redis.server_url import Topology
+from gym_capture_redis.settings import ConnectionSettings, Durability
 
 OLDEST_VERSION = (7, 0)
 
-CONFIG_NAMES = ("appendfsync",)
+FIRST_WITH_HONEST_WAITAOF = (8, 0)
+"""Of Redis. Valkey's, and that of earlier Redis, answers before the fsync under ``everysec``."""
+
+CONFIG_NAMES = ("appendfsync", "no-appendfsync-on-rewrite", "min-replicas-to-write")
+
+_NEARLY_FULL = 0.9
+
+
+class Confirming(NamedTuple):
+    """A command that waits for what was sent before it on the same connection.
+
+    Its last word, the time to wait, is left out. It answers with a count, which must be ``least``; that of
+    ``WAITAOF`` is the server itself.
+    """
+
+    words: tuple[str | int, ...]
+    least: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,14 @@ class ServerFacts:
     """None where the server forbids CONFIG."""
     still_starting: str
     """Why nothing can be said yet: the data is being loaded, or the first append-only file written."""
+    is_primary: bool = True
+    is_valkey: bool = False
+    pauses_fsync: bool = False
+    """Whether it leaves out its fsyncs while it rewrites the append-only file."""
+    connected_replicas: int = 0
+    min_replicas_to_write: int = 0
+    used_memory: int = 0
+    maxmemory: int = 0
 
     @classmethod
     def parse(cls, info: bytes, config: Mapping[str, str] | None) -> ServerFacts:
@@ -40,6 +65,13 @@ class ServerFacts:
             maxmemory_policy=fields.get("maxmemory_policy", ""),
             appendfsync=None if config is None else config.get("appendfsync"),
             still_starting=_still_starting(fields),
+            is_primary=fields.get("role") != "slave",
+            is_valkey=fields.get("server_name") == "valkey",
+            pauses_fsync=config is not None and config.get("no-appendfsync-on-rewrite") == "yes",
+            connected_replicas=int(fields.get("connected_slaves", 0)),
+            min_replicas_to_write=int(config.get("min-replicas-to-write", 0)) if config else 0,
+            used_memory=int(fields.get("used_memory", 0)),
+            maxmemory=int(fields.get("maxmemory", 0)),
         )
 
 
@@ -88,9 +120,48 @@ def check_server(
             f"{server} forbids CONFIG GET, so its appendfsync is unknown; "
             "if you know it, say so with assume_appendfsync='everysec' or 'always'"
         )
+    if durability == "fsync" and facts.pauses_fsync:
+        raise DurabilityError(
+            f"{server} leaves out its fsyncs while it rewrites the append-only file, too weak for "
+            "durability='fsync'; set `no-appendfsync-on-rewrite no`"
+        )
     allowed = ("always",) if durability == "fsync" else ("everysec", "always")
-    if appendfsync not in allowed:
+    if appendfsync not in allowed and not waits_for_fsync(facts, durability, appendfsync):
         raise DurabilityError(
             f"{server} has appendfsync {appendfsync}, too weak for durability={durability!r}; "
             f"set `appendfsync {allowed[0]}`"
         )
+
+
+def waits_for_fsync(facts: ServerFacts, durability: Durability, appendfsync: str | None) -> bool:
+    """Whether each step must wait with ``WAITAOF`` for the fsync that the server makes once a second."""
+    can = facts.version >= FIRST_WITH_HONEST_WAITAOF and not facts.is_valkey
+    return durability == "fsync" and appendfsync == "everysec" and can
+
+
+def confirming_commands(facts: ServerFacts, settings: ConnectionSettings) -> list[Confirming]:
+    """What is sent behind steps to wait until they are as durable as promised."""
+    commands = []
+    appendfsync = facts.appendfsync or settings.assume_appendfsync
+    if waits_for_fsync(facts, settings.durability, appendfsync):
+        commands.append(Confirming(("WAITAOF", 1, 0), 1))
+    if settings.replicas:
+        commands.append(Confirming(("WAIT", settings.replicas), settings.replicas))
+    return commands
+
+
+def warnings_about(facts: ServerFacts, *, topology: Topology, replicas: int) -> list[str]:
+    """What is not safe, though the promise can be kept: what to tell the operator, with the line to set."""
+    told = []
+    fails_over = topology != "standalone" and facts.connected_replicas > 0
+    if fails_over and not replicas and not facts.min_replicas_to_write:
+        told.append(
+            "a primary that is cut off from its replicas goes on acknowledging what a failover discards; "
+            "set `min-replicas-to-write 1`, or the setting replicas=1"
+        )
+    if facts.maxmemory and facts.used_memory > _NEARLY_FULL * facts.maxmemory:
+        told.append(
+            f"it uses {facts.used_memory / facts.maxmemory:.0%} of its maxmemory, beyond which records are "
+            "refused; raise `maxmemory`, or let the trainer drop what it has consumed"
+        )
+    return told

@@ -1,4 +1,4 @@
-"""Settings and URLs: everything a user can choose, validated before any I/O.
+"""Settings: everything a user can choose, validated before any I/O.
 
 Settings are the keyword arguments of ``RedisTokenSink`` and ``RedisTokenSource``. They may come from
 any mapping (YAML, OmegaConf); an unknown one is refused by name. Secrets are never shown.
@@ -9,129 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from gym_capture_redis.errors import CaptureError, ConfigurationError
 from gym_capture_redis.keys import validate_namespace
+from gym_capture_redis.server_url import ServerUrl
 
 URL_VARIABLE = "GYM_CAPTURE_REDIS_URL"
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
-DEFAULT_PORT = 6379
 
 Durability = Literal["memory", "aof", "fsync"]
-Scheme = Literal["tcp", "tls", "unix", "embedded", "fakeredis"]
-
-_SCHEMES: Mapping[str, Scheme] = {
-    "redis": "tcp",
-    "valkey": "tcp",
-    "rediss": "tls",
-    "valkeys": "tls",
-    "unix": "unix",
-    "embedded": "embedded",
-    "fakeredis": "fakeredis",
-}
-
-_UNPARSABLE = "the Redis URL cannot be parsed: '#', '/', '?' and '@' in a password must be percent-encoded"
-_LONGEST_DB = 9
-"""Digits of a database number; far more than any server has."""
 
 _FORBID_EXTRA = ConfigDict(extra="forbid", frozen=True)
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=1)]
-
-
-class ServerUrl(BaseModel):
-    """A parsed URL: where the server is and who asks.
-
-    ``redis://[[user]:password@]host[:port][/db]``, ``rediss://`` the same over TLS (``valkey://`` and
-    ``valkeys://`` mean the same), ``unix:///path/to.sock[?db=n]``, ``embedded:`` or
-    ``embedded:///directory`` for a private server, ``fakeredis://name`` for unit tests.
-    """
-
-    model_config = _FORBID_EXTRA
-
-    scheme: Scheme
-    host: str = ""
-    port: int = DEFAULT_PORT
-    path: str = ""
-    db: int = Field(default=0, ge=0)
-    username: str | None = None
-    password: SecretStr | None = None
-
-    @classmethod
-    def parse(cls, url: str) -> Self:
-        """Parse ``url``.
-
-        Raises:
-            ConfigurationError: an unknown scheme or query key, or a malformed part; never quotes the URL.
-
-        """
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError:
-            raise ConfigurationError(_UNPARSABLE) from None
-        if port == 0 or "@" in parts.query:  # what follows a '?' in a password looks like a query
-            raise ConfigurationError(_UNPARSABLE)
-        scheme = _SCHEMES.get(parts.scheme)
-        if scheme is None:
-            named = (
-                f"{parts.scheme!r} is not a known URL scheme"
-                if "://" in url
-                else "the Redis URL has no scheme"
-            )
-            raise ConfigurationError(f"{named}; use one of {', '.join(f'{name}:' for name in _SCHEMES)}")
-        if parts.fragment:
-            raise ConfigurationError("the Redis URL has a '#'; in a password it must be written %23")
-        db, path = _location(scheme, parts)
-        host = parts.hostname or ("127.0.0.1" if scheme in ("tcp", "tls") else "")
-        return cls(
-            scheme=scheme,
-            host=host,
-            port=port or DEFAULT_PORT,
-            path=path,
-            db=db,
-            username=unquote(parts.username) if parts.username else None,
-            password=SecretStr(unquote(parts.password)) if parts.password else None,
-        )
-
-    def __str__(self) -> str:
-        """Where the server is, without credentials."""
-        if self.scheme in ("tcp", "tls"):
-            scheme = "redis" if self.scheme == "tcp" else "rediss"
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            return f"{scheme}://{host}:{self.port}/{self.db}"
-        if self.scheme == "fakeredis":
-            return f"fakeredis://{self.host}"
-        return f"{self.scheme}://{self.path}" if self.path else f"{self.scheme}:"
-
-
-def _location(scheme: Scheme, parts: SplitResult) -> tuple[int, str]:
-    """Database number and path of a URL; which part holds them depends on the scheme."""
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    allowed = {"db"} if scheme == "unix" else set()
-    unknown = sorted(set(query) - allowed)
-    if unknown:
-        raise ConfigurationError(
-            f"the Redis URL has the unknown query key {unknown[0]!r}; settings are keyword arguments"
-        )
-    path = unquote(parts.path)
-    if scheme in ("tcp", "tls"):
-        db, path = path.strip("/"), ""
-    else:
-        db = query.get("db", "")
-    if scheme == "unix" and not path:
-        raise ConfigurationError("a unix: URL needs the path of the socket, as in unix:///run/redis.sock")
-    if scheme == "embedded" and path and not path.startswith("/"):
-        raise ConfigurationError("embedded: takes an absolute path, as in embedded:///absolute/path")
-    if scheme in ("unix", "embedded") and parts.netloc.rpartition("@")[2]:
-        raise ConfigurationError(f"{scheme}: takes an absolute path, as in {scheme}:///absolute/path")
-    if db and not (db.isascii() and db.isdigit() and len(db) <= _LONGEST_DB):
-        raise ConfigurationError("the database in the Redis URL is not a number, as in redis://host:6379/0")
-    return int(db or 0), path
 
 
 class TlsSettings(BaseModel):
@@ -160,6 +53,9 @@ class ConnectionSettings(BaseModel):
     """Overrides the URL's user."""
     password: SecretStr | None = None
     """Overrides the URL's password, so that the URL can be logged."""
+    sentinel_username: str | None = None
+    sentinel_password: SecretStr | None = None
+    """How to log in to the sentinels; the URL's user is that of the servers."""
     tls: TlsSettings | None = None
     timeout_s: Seconds = 30.0
     """Deadline of every call, retries included."""
@@ -171,6 +67,9 @@ class ConnectionSettings(BaseModel):
     durability: Durability = "aof"
     """``memory``: lost with the server's memory. ``aof``: survives the server process.
     ``fsync``: survives the machine. Checked against the server on every new connection."""
+    replicas: int = Field(default=0, ge=0, le=64)
+    """How many replicas, too, must have each step before it returns (``WAIT``): it narrows what a failover
+    can lose, and does not rule it out."""
     assume_appendfsync: Literal["everysec", "always"] | None = None
     """What ``appendfsync`` is, where the server forbids CONFIG and it cannot be asked."""
 

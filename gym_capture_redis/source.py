@@ -215,8 +215,6 @@ class RedisTokenSource(Endpoint[SourceSettings]):
     ) -> bool:
         while True:
             there = await executor.run(scripts.peek(key), subject, deadline=deadline)
-            if there.code == "ABSENT":
-                return False
             call = scripts.delete(key, incarnation=there.incarnation)
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code == "OK":

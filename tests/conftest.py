@@ -5,20 +5,27 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from support.cluster import ClusterGroup
+from support.sentinel import SentinelGroup
 from support.servers import BINARIES, RealServer
 
 REAL_SERVERS = tuple(BINARIES)
 
 
-def running_server(name: str) -> Iterator[RealServer]:
+def binary_of(name: str) -> Path:
     binary = BINARIES[name]()
     if binary is None:
         if os.environ.get("REQUIRE_REAL_SERVERS"):
             pytest.fail(f"{name} is required here, and its server was not found")
         pytest.skip(f"{name}: no server binary on this machine (redis7 needs Debian's redis-server)")
-    with RealServer(binary) as server:
+    return binary
+
+
+def running_server(name: str) -> Iterator[RealServer]:
+    with RealServer(binary_of(name)) as server:
         yield server
 
 
@@ -37,6 +44,20 @@ def real_server(request: pytest.FixtureRequest) -> RealServer:
     """Each kind of real server in turn."""
     server: RealServer = request.getfixturevalue(request.param)
     return server
+
+
+@pytest.fixture(scope="session", params=REAL_SERVERS)
+def sentinel_group(request: pytest.FixtureRequest) -> Iterator[SentinelGroup]:
+    """A primary, a replica and three Sentinels; who kills one of them revives it."""
+    with SentinelGroup(binary_of(request.param)) as group:
+        yield group
+
+
+@pytest.fixture(scope="session", params=REAL_SERVERS)
+def cluster_group(request: pytest.FixtureRequest) -> Iterator[ClusterGroup]:
+    """Three primaries with a replica each; who kills one of them revives it."""
+    with ClusterGroup(binary_of(request.param), replicas=True) as group:
+        yield group
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from gym_capture_redis.cli.report import print_report, progress_bar, report_cons
 from gym_capture_redis.cli.served_calls import RecordedRollout, load_rollouts
 from gym_capture_redis.embedded import AppendFsync, EmbeddedServer
 from gym_capture_redis.errors import CaptureError, ConfigurationError
-from gym_capture_redis.settings import ServerUrl
+from gym_capture_redis.server_url import ServerUrl
 from gym_capture_redis.source import RedisTokenSource
 
 DIFFERENT = 1

@@ -1,10 +1,11 @@
--- What every step on a rollout shares. scripts.py puts a line that defines FORMAT (the newest format this
--- version reads) in front, and the step itself, as a function `step`, and _each.lua behind.
+-- What every step on a rollout shares. scripts.py puts two lines in front, which define FORMAT (the newest format
+-- this version reads) and CONFIRMED (see write_again); behind it the step itself, as a function `step`, and _each.lua.
 --
 -- Reply of every step: {code, incarnation, seq, version, ...}, or {'ERROR', text}, whose text begins with
 -- CORRUPT, NEWER, or Redis' own WRONGTYPE. All errors come before any write.
 
 local key, first -- of the entry at hand: its rollout, and where in ARGV its arguments begin
+local wrote -- whether its step wrote anything
 
 local STATE_FORM = '^(%d+) ([%w-]+) (%l+) ([%w-]*) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$'
 local NO_BLOCK = string.rep('\0', 16) -- in place of a block's name
@@ -66,7 +67,22 @@ end
 
 -- Writes the state, and other fields with it: names and values in turn. Returns how many of them are new.
 local function write(state, ...)
+  wrote = true
   return redis.call('HSET', key, 's', format_state(state), ...)
+end
+
+-- Removes the rollout.
+local function remove()
+  wrote = true
+  redis.call('UNLINK', key)
+end
+
+-- Writes again what is there, where the step found all done: a wait for replicas or the disk covers only what
+-- the same connection wrote, and the step may have been done over another one.
+local function write_again()
+  local raw = redis.call('HGET', key, 's')
+  redis.call('HSET', key, 's', raw or '')
+  if not raw then redis.call('UNLINK', key) end
 end
 
 -- Number of the next step, and the name of the field for its trace.
@@ -109,7 +125,7 @@ end
 
 -- Replaces the rollout by its tombstone.
 local function retire(state, ttl_s)
-  redis.call('UNLINK', key)
+  remove()
   state.status = 'retired'
   state.records, state.intents, state.failures, state.refusals = 0, 0, 0, 0
   state.blocks, state.ids, state.bytes, state.ends = 0, 0, 0, ''

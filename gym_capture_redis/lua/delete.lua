@@ -7,5 +7,5 @@ local state, err = load_state()
 if err then return err end
 if state and state.incarnation ~= arg(1) then return reply('CHANGED', state) end
 if not state then return reply('OK', nil, 0) end
-redis.call('UNLINK', key)
+remove()
 return reply('OK', nil, holds(state))

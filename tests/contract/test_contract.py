@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from support.cluster import ClusterGroup
+from support.sentinel import SentinelGroup
 from support.servers import RealServer
 
 from gym_capture_redis import RedisTokenSink, RedisTokenSource, TokenCaptureRetiredError, gym_compat
@@ -145,6 +147,18 @@ class TestRedis7(RedisContract):
     @pytest.fixture(autouse=True)
     def _backend(self, redis7: RealServer, namespace: str) -> None:
         self.url, self.namespace = redis7.url, namespace
+
+
+class TestCluster(RedisContract):
+    @pytest.fixture(autouse=True)
+    def _backend(self, cluster_group: ClusterGroup, namespace: str) -> None:
+        self.url, self.namespace = cluster_group.url, namespace
+
+
+class TestSentinel(RedisContract):
+    @pytest.fixture(autouse=True)
+    def _backend(self, sentinel_group: SentinelGroup, namespace: str) -> None:
+        self.url, self.namespace = sentinel_group.url, namespace
 
 
 @pytest.mark.skipif(gym_compat.gym_package() is None, reason="NeMo Gym, the reference, is not installed")

@@ -17,7 +17,7 @@ from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import codec, executor, faults, taking
+from gym_capture_redis import codec, executor, faults, retry, taking
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
@@ -150,7 +150,7 @@ async def test_closing_between_two_tries_ends_the_call_and_leaves_nothing_behind
         return faults.is_transient(error)
 
     monkeypatch.setattr(executor, "is_transient", is_transient)
-    monkeypatch.setattr(executor, "_FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_S", 0.5)
     monkeypatch.setattr(random, "uniform", lambda _low, high: high)
     sink = RedisTokenSink(server.url, namespace=namespace, timeout_s=PATIENCE_S)
     await sink.begin_call("r", "c")

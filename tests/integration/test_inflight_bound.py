@@ -20,7 +20,7 @@ from gym_capture_redis.inflight import Hold
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import IncompleteCode, TokenCaptureSnapshot
 from gym_capture_redis.records import TokenEntry
-from gym_capture_redis.scripts import Call, Step
+from gym_capture_redis.scripts import Call, Dialect, Step
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
@@ -428,13 +428,13 @@ async def batched(
     sent: list[list[str]] = []
     cancel_when_sent: dict[str, asyncio.Task[None]] = {}
 
-    def command(calls: list[Call], *, flagged: bool, by_source: bool) -> Any:
+    def command(calls: list[Call], dialect: Dialect, *, by_source: bool) -> Any:
         if calls[0].step is Step.PUT:
             sent.append([str(call.args[1]) for call in calls])
             if len(calls) > 1:
                 while cancel_when_sent:
                     cancel_when_sent.popitem()[1].cancel()
-        return scripts.command(calls, flagged=flagged, by_source=by_source)
+        return scripts.command(calls, dialect, by_source=by_source)
 
     async with bench.sink:
         await bench.warm_up()

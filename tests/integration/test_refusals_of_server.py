@@ -346,7 +346,9 @@ async def test_a_record_above_the_limit_is_refused_before_it_is_sent(valkey9: Re
             RecordTooLargeError, match=r"limit max_record_bytes is 1000.*'c' of rollout too-large"
         ):
             await sink.put(sample_entry("too-large", "c", note="x" * 1_000))
-        assert not sink._executors.get()._lanes._jobs
+        node = sink._executors.get()._topology.node_of(b"")
+        assert node is not None
+        assert node.is_idle
 
 
 async def test_300_mb_of_routed_experts_are_refused_by_default(valkey9: RealServer, namespace: str) -> None:

@@ -25,7 +25,7 @@ from gym_capture_redis.errors import (
 )
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.records import TokenEntry
-from gym_capture_redis.scripts import Call, Reply, Step
+from gym_capture_redis.scripts import Call, Dialect, Reply, Step
 from gym_capture_redis.settings import Durability, SinkSettings
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
@@ -102,15 +102,17 @@ def backend(request: pytest.FixtureRequest, namespace: str) -> Iterator[Backend]
 
 @pytest.fixture
 async def link(backend: Backend) -> AsyncIterator[Link]:
-    made = Link(SinkSettings.build(backend.url, backend.namespace, {"durability": backend.durability}), None)
+    settings = SinkSettings.build(backend.url, backend.namespace, {"durability": backend.durability})
+    made = Link(settings, settings.url.path)
+    await made.connect()
     yield made
     await made.close()
 
 
 async def run_together(link: Link, calls: list[Call]) -> list[Reply | ResponseError]:
     """All of them in one script call, whose only reply must be theirs."""
-    command = scripts.command(calls, flagged=link.flagged, by_source=True)
-    (answer,) = await link.pipeline([command])
+    command = scripts.command(calls, link.dialect, by_source=True)
+    (answer,), _ = await link.pipeline([command])
     return scripts.read_replies(answer, len(calls), link.run_id)
 
 
@@ -250,7 +252,7 @@ async def test_a_script_the_server_does_not_know_changes_nothing_for_any_of_its_
 ) -> None:
     backend.redis.script_flush()
     calls = [scripts.begin(backend.key(f"r{n}"), "c", new_incarnation=INCARNATION) for n in range(GOOD)]
-    (answer,) = await link.pipeline([scripts.command(calls, flagged=link.flagged, by_source=False)])
+    (answer,), _ = await link.pipeline([scripts.command(calls, link.dialect, by_source=False)])
     assert isinstance(answer, NoScriptError)
     assert not backend.redis.exists(*(call.key for call in calls))
 
@@ -265,9 +267,9 @@ class ScriptCalls:
         self.sent: list[tuple[Step, bool, int]] = []
         monkeypatch.setattr(lanes, "command", self._command)
 
-    def _command(self, calls: list[Call], *, flagged: bool, by_source: bool) -> Any:
+    def _command(self, calls: list[Call], dialect: Dialect, *, by_source: bool) -> Any:
         self.sent.append((calls[0].step, by_source, len(calls)))
-        return scripts.command(calls, flagged=flagged, by_source=by_source)
+        return scripts.command(calls, dialect, by_source=by_source)
 
     def of(self, step: Step) -> list[tuple[bool, int]]:
         return [(by_source, count) for sent, by_source, count in self.sent if sent is step]

@@ -82,9 +82,15 @@ class RealServer:
     def client(self) -> redis.Redis:
         return redis.Redis(unix_socket_path=str(self.socket_path), protocol=2)
 
+    def arguments(self) -> list[str]:
+        return [part for name, value in self.config.items() for part in (f"--{name}", value)]
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> Self:
-        arguments = [part for name, value in self.config.items() for part in (f"--{name}", value)]
-        self._process = subprocess.Popen([self.binary, *arguments], stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen([self.binary, *self.arguments()], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
@@ -114,7 +120,6 @@ class RealServer:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self.is_running:
+            self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -11,8 +11,6 @@ import pytest
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
 
-from gym_capture_redis import lanes as lanes_module
-from gym_capture_redis.connection import EmbeddedLease
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.lanes import (
     MAX_BATCH_BYTES,
@@ -23,7 +21,7 @@ from gym_capture_redis.lanes import (
     Lanes,
     _groups,
 )
-from gym_capture_redis.scripts import Call, Reply, Step, delete, peek
+from gym_capture_redis.scripts import Call, Dialect, Reply, Step, delete, peek
 from gym_capture_redis.settings import SinkSettings
 
 PATIENCE_S = 30.0
@@ -39,11 +37,17 @@ class Server:
         self.errors: dict[bytes, Any] = {}
         self.begun = asyncio.Semaphore(0)
         self.closed_links = 0
+        self.confirms = True
         self.silent_links = 0
         self.open = asyncio.Event()
         self.open.set()
+        self.sought = asyncio.Event()
+        self.reachable = asyncio.Event()
+        self.reachable.set()
 
-    def link(self, *_: Any) -> Link:
+    async def open_link(self) -> Any:
+        self.sought.set()
+        await self.reachable.wait()
         silent = self.silent_links > 0
         self.silent_links -= silent
         return Link(self, silent=silent)
@@ -57,14 +61,16 @@ class Server:
 
 
 class Link:
-    flagged = True
+    dialect = Dialect()
     run_id = "server"
 
     def __init__(self, server: Server, *, silent: bool) -> None:
         self._server = server
         self._silent = silent
 
-    async def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+    async def pipeline(
+        self, commands: list[tuple[Any, ...]], *, confirm_s: float | None
+    ) -> tuple[list[Any], bool]:
         groups = [[bytes(key) for key in command[3 : 3 + command[2]]] for command in commands]
         self._server.batches.append([key for keys in groups for key in keys])
         self._server.scripts.append(
@@ -74,31 +80,29 @@ class Link:
         if self._silent:
             await asyncio.Event().wait()
         await self._server.open.wait()
-        return [self._server.answer(keys) for keys in groups]
+        return [self._server.answer(keys) for keys in groups], confirm_s is None or self._server.confirms
 
     async def close(self) -> None:
         self._server.closed_links += 1
 
 
 @pytest.fixture
-async def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    made = Server()
-    monkeypatch.setattr(lanes_module, "Link", made.link)
-    return made
+async def server() -> Server:
+    return Server()
 
 
 @pytest.fixture
 async def lanes(server: Server) -> AsyncIterator[Lanes]:
     assert server.batches == []
     settings = SinkSettings.build("redis://server", "run", {"timeout_s": 4})
-    made = Lanes(settings, EmbeddedLease(settings), count=LANES, name="lane")
+    made = Lanes(settings, server.open_link, count=LANES, name="lane")
     yield made
     await made.close()
 
 
 def submit(lanes: Lanes, call: Call, *, by_source: bool = False) -> asyncio.Future[Reply]:
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    return lanes.submit(call, by_source=by_source, deadline=deadline)
+    return lanes.submit(call, by_source=by_source, asking=False, deadline=deadline)
 
 
 def calls(count: int) -> list[Call]:
@@ -172,8 +176,8 @@ async def test_a_lane_cancelled_by_another_hand_takes_no_job_with_it(lanes: Lane
 # Groups: what one script call holds
 
 
-def job(call: Call, *, by_source: bool = False) -> Job:
-    return Job(call, by_source, deadline=0.0, reply=asyncio.get_running_loop().create_future())
+def job(call: Call, *, by_source: bool = False, asking: bool = False) -> Job:
+    return Job(call, by_source, asking, deadline=0.0, reply=asyncio.get_running_loop().create_future())
 
 
 def put_of(nbytes: int, key: bytes = b"put") -> Call:
@@ -184,7 +188,7 @@ async def test_calls_of_one_step_join_in_the_order_they_came() -> None:
     jobs = [
         job(call) for call in (peek(b"1"), put_of(5), peek(b"2"), delete(b"3", incarnation=""), peek(b"1"))
     ]
-    peeks, puts, deletes = _groups(jobs)
+    peeks, puts, deletes = _groups(jobs, one_key=False)
     assert (peeks, puts, deletes) == ([jobs[0], jobs[2], jobs[4]], [jobs[1]], [jobs[3]])
 
 
@@ -192,31 +196,41 @@ async def test_calls_of_one_step_join_in_the_order_they_came() -> None:
 async def test_every_step_joins_others_of_its_kind_unless_it_may_take_long(step: Step) -> None:
     jobs = [job(Call(step, b"%d" % number, ())) for number in range(3)]
     alone = step in (Step.FREEZE, Step.READ)
-    assert _groups(jobs) == ([[each] for each in jobs] if alone else [jobs])
+    assert _groups(jobs, one_key=False) == ([[each] for each in jobs] if alone else [jobs])
 
 
 async def test_a_large_call_is_alone_and_those_around_it_join() -> None:
     sizes = (1, MAX_JOINED_BYTES + 1, MAX_JOINED_BYTES, 2 * MAX_JOINED_BYTES, 2)
     jobs = [job(put_of(size)) for size in sizes]
-    assert _groups(jobs) == [[jobs[0], jobs[2], jobs[4]], [jobs[1]], [jobs[3]]]
+    assert _groups(jobs, one_key=False) == [[jobs[0], jobs[2], jobs[4]], [jobs[1]], [jobs[3]]]
 
 
 async def test_calls_sent_by_source_join_each_other_only() -> None:
     jobs = [job(peek(b"%d" % number), by_source=number % 2 == 1) for number in range(5)]
-    assert _groups(jobs) == [[jobs[0], jobs[2], jobs[4]], [jobs[1], jobs[3]]]
+    assert _groups(jobs, one_key=False) == [[jobs[0], jobs[2], jobs[4]], [jobs[1], jobs[3]]]
+
+
+async def test_in_a_cluster_a_script_call_holds_one_rollout() -> None:
+    jobs = [job(peek(key)) for key in (b"1", b"2", b"1")]
+    assert _groups(jobs, one_key=True) == [[jobs[0], jobs[2]], [jobs[1]]]
+
+
+async def test_what_asks_a_node_that_is_getting_the_slot_joins_nothing_else() -> None:
+    jobs = [job(peek(b"1"), asking=asking) for asking in (False, True, False)]
+    assert _groups(jobs, one_key=True) == [[jobs[0], jobs[2]], [jobs[1]]]
 
 
 async def test_no_job_is_in_two_groups_or_in_none() -> None:
     steps = random.Random(3).choices([Step.PUT, Step.BEGIN, Step.FREEZE, Step.READ, Step.MARK], k=64)
     jobs = [job(Call(step, b"%d" % number, ())) for number, step in enumerate(steps)]
-    groups = _groups(jobs)
+    groups = _groups(jobs, one_key=False)
     assert sorted(jobs.index(each) for group in groups for each in group) == list(range(64))
     assert all(group == sorted(group, key=jobs.index) for group in groups)
     assert len(groups) == 3 + steps.count(Step.FREEZE) + steps.count(Step.READ)
 
 
 async def test_nothing_makes_no_group() -> None:
-    assert _groups([]) == []
+    assert _groups([], one_key=False) == []
 
 
 async def test_a_batch_is_sent_as_one_script_call_for_each_group(lanes: Lanes, server: Server) -> None:
@@ -345,20 +359,14 @@ async def test_a_step_whose_caller_left_keeps_no_bytes_until_a_lane_comes_across
 
 
 async def test_a_caller_that_leaves_while_the_connection_is_made_sends_nothing(
-    lanes: Lanes, server: Server, monkeypatch: pytest.MonkeyPatch
+    lanes: Lanes, server: Server
 ) -> None:
-    asked, allowed = asyncio.Event(), asyncio.Event()
-
-    async def acquire(_: EmbeddedLease) -> None:
-        asked.set()
-        await allowed.wait()
-
-    monkeypatch.setattr(EmbeddedLease, "acquire", acquire)
+    server.reachable.clear()
     left, stayed = [submit(lanes, call) for call in calls(2)]
     async with asyncio.timeout(PATIENCE_S):
-        await asked.wait()
+        await server.sought.wait()
     left.cancel()
     await asyncio.sleep(0)
-    allowed.set()
+    server.reachable.set()
     assert await answers([stayed]) == [b"key 1"]
     assert server.batches == [[b"key 1"]]

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import pytest
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
-from gym_capture_redis.server_check import ServerFacts, check_server
-from gym_capture_redis.settings import Durability
+from gym_capture_redis.server_check import ServerFacts, check_server, confirming_commands, warnings_about
+from gym_capture_redis.server_url import Topology
+from gym_capture_redis.settings import Durability, SinkSettings
 
 SERVER = "redis://server:6379/0"
 ABLE = ServerFacts(
@@ -127,6 +128,7 @@ def test_the_replies_of_a_server_are_read() -> None:
         maxmemory_policy="noeviction",
         appendfsync="everysec",
         still_starting="",
+        is_valkey=True,
     )
 
 
@@ -172,3 +174,71 @@ def test_a_strange_reply_never_looks_able(info: bytes) -> None:
     facts = ServerFacts.parse(info, None)
     with pytest.raises((ConfigurationError, DurabilityError)):
         check_server(facts, durability="memory", assume_appendfsync="always", server=SERVER)
+
+
+# What to wait for, and what to warn of
+
+
+def confirming(facts: dict[str, Any], **settings: Any) -> list[tuple[Any, ...]]:
+    made = SinkSettings.build("redis://server", "run", settings)
+    return [each.words for each in confirming_commands(ServerFacts(**vars(ABLE) | facts), made)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings", "expected"),
+    [
+        ({}, {}, []),
+        ({"appendfsync": "everysec"}, {"durability": "aof"}, []),
+        ({}, {"durability": "fsync"}, []),  # `always` needs no wait
+        ({}, {"replicas": 2}, [("WAIT", 2)]),
+        (
+            {"version": (8, 2, 3), "appendfsync": "everysec"},
+            {"durability": "fsync"},
+            [("WAITAOF", 1, 0)],
+        ),
+        (
+            {"version": (8, 2, 3), "appendfsync": None},
+            {"durability": "fsync", "assume_appendfsync": "everysec", "replicas": 1},
+            [("WAITAOF", 1, 0), ("WAIT", 1)],
+        ),
+    ],
+)
+def test_what_must_be_waited_for(
+    facts: dict[str, Any], settings: dict[str, Any], expected: list[tuple[Any, ...]]
+) -> None:
+    assert confirming(facts, **settings) == expected
+
+
+def test_fsync_without_always_needs_a_server_whose_waitaof_waits() -> None:
+    check("fsync", version=(8, 0), appendfsync="everysec")
+    for facts in ({"version": (7, 4, 9)}, {"version": (8, 1), "is_valkey": True}):
+        with pytest.raises(DurabilityError, match="`appendfsync always`"):
+            check("fsync", appendfsync="everysec", **facts)
+
+
+def test_fsync_is_not_promised_by_a_server_that_pauses_it() -> None:
+    check("aof", pauses_fsync=True)
+    with pytest.raises(DurabilityError, match="`no-appendfsync-on-rewrite no`"):
+        check("fsync", pauses_fsync=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "topology", "replicas", "warned"),
+    [
+        ({"connected_replicas": 1}, "sentinel", 0, "min-replicas-to-write 1"),
+        ({"connected_replicas": 1}, "cluster", 0, "min-replicas-to-write 1"),
+        ({"connected_replicas": 1}, "sentinel", 1, None),
+        ({"connected_replicas": 1, "min_replicas_to_write": 1}, "sentinel", 0, None),
+        ({"connected_replicas": 1}, "standalone", 0, None),
+        ({}, "sentinel", 0, None),
+        ({"maxmemory": 100, "used_memory": 95}, "standalone", 0, "95% of its maxmemory"),
+        ({"maxmemory": 100, "used_memory": 90}, "standalone", 0, None),
+        ({"used_memory": 95}, "standalone", 0, None),
+    ],
+)
+def test_what_is_unsafe_is_warned_of(
+    facts: dict[str, Any], topology: Topology, replicas: int, warned: str | None
+) -> None:
+    told = warnings_about(ServerFacts(**vars(ABLE) | facts), topology=topology, replicas=replicas)
+    assert len(told) == (warned is not None)
+    assert (warned or "") in "".join(told)

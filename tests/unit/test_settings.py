@@ -16,10 +16,9 @@ import pytest
 from pydantic import SecretStr
 
 from gym_capture_redis.errors import ConfigurationError, InvalidIdentifierError
+from gym_capture_redis.server_url import DEFAULT_PORT, ServerUrl
 from gym_capture_redis.settings import (
-    DEFAULT_PORT,
     URL_VARIABLE,
-    ServerUrl,
     SinkSettings,
     SourceSettings,
 )
@@ -100,6 +99,29 @@ def parts(url: str) -> dict[str, Any]:
         ("embedded:", {"scheme": "embedded"}),
         ("embedded:///runs/today", {"scheme": "embedded", "path": "/runs/today"}),
         ("fakeredis://name", {"scheme": "fakeredis", "host": "name"}),
+        (
+            "redis+sentinel://u:pw@a,B:1,[::1]:2/service/3",
+            {
+                "scheme": "tcp",
+                "topology": "sentinel",
+                "host": "a",
+                "port": 26379,
+                "more": (("b", 1), ("::1", 2)),
+                "service": "service",
+                "db": 3,
+                "username": "u",
+                "password": "pw",
+            },
+        ),
+        (
+            "valkeys+sentinel://a/service",
+            {"scheme": "tls", "topology": "sentinel", "host": "a", "port": 26379, "service": "service"},
+        ),
+        (
+            "redis+cluster://a:7000,b",
+            {"scheme": "tcp", "topology": "cluster", "host": "a", "port": 7000, "more": (("b", 6379),)},
+        ),
+        ("rediss+cluster://:pw@a/0", {"scheme": "tls", "topology": "cluster", "host": "a", "password": "pw"}),
     ],
 )
 def test_a_url_says_where_the_server_is_and_who_asks(url: str, expected: dict[str, Any]) -> None:
@@ -116,6 +138,8 @@ def test_a_url_says_where_the_server_is_and_who_asks(url: str, expected: dict[st
         ("embedded:", "embedded:"),
         ("embedded:///runs", "embedded:///runs"),
         ("fakeredis://name", "fakeredis://name"),
+        ("redis+sentinel://u:pw@a,[::1]:2/service", "redis+sentinel://a:26379,[::1]:2/service/0"),
+        ("valkeys+cluster://:pw@a,b:1", "rediss+cluster://a:6379,b:1/0"),
     ],
 )
 def test_a_url_is_shown_without_its_credentials(url: str, shown: str) -> None:
@@ -140,6 +164,15 @@ def test_a_url_is_shown_without_its_credentials(url: str, shown: str) -> None:
         ("redis://server/²", "database in the Redis URL is not a number"),
         ("unix:///run/s?db=x", "database in the Redis URL is not a number"),
         ("redis://server/" + "1" * 5000, "database in the Redis URL is not a number"),
+        ("redis+sentinel://a,b", r"names the service, as in redis\+sentinel://a,b/service"),
+        ("redis+sentinel://a,b/service/x", "database in the Redis URL is not a number"),
+        ("redis+sentinel:///service", "names one or more hosts"),
+        ("redis+cluster://", "names one or more hosts"),
+        ("redis+cluster://a,,b", "cannot be parsed"),
+        ("redis+cluster://a:1:2", "cannot be parsed"),
+        ("redis+cluster://a:0", "cannot be parsed"),
+        ("redis+cluster://a/1", "a Cluster has database 0 only"),
+        ("redis://a,b", r"several hosts need.*\+sentinel or \+cluster"),
         ("unix:", "needs the path of the socket"),
         ("unix://run/redis.sock", "absolute path"),
         ("embedded://runs/today", "absolute path"),

@@ -18,7 +18,7 @@ from redis.retry import Retry
 
 from gym_capture_redis.embedded import AppendFsync, EmbeddedServer
 from gym_capture_redis.errors import ConfigurationError
-from gym_capture_redis.settings import ServerUrl
+from gym_capture_redis.server_url import ServerUrl
 from gym_capture_redis.source import RedisTokenSource
 
 PROBE_S = 5.0

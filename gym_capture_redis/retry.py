@@ -1,0 +1,28 @@
+"""How long to wait before a step is sent again."""
+
+from __future__ import annotations
+
+import random
+
+from gym_capture_redis.faults import is_redirection
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 1.0
+
+
+class Backoff:
+    """Full jitter, longer after every failure; no pause before a redirection is followed. ``last``: error."""
+
+    def __init__(self) -> None:
+        self.last: BaseException | None = None
+        self._longest_pause_s = _FIRST_PAUSE_S
+
+    def after(self, error: BaseException) -> float:
+        """How long to pause, in seconds, now that this happened."""
+        at_once = is_redirection(error) and not (self.last and is_redirection(self.last))
+        self.last = error
+        if at_once:
+            return 0.0
+        pause_s = random.uniform(0, self._longest_pause_s)  # noqa: S311 - jitter
+        self._longest_pause_s = min(2 * self._longest_pause_s, _LONGEST_PAUSE_S)
+        return pause_s

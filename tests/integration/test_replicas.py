@@ -1,0 +1,185 @@
+"""``replicas=n``: a step returns once so many replicas have it, whichever connection it was done over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import REAL_SERVERS, binary_of
+from support.polling import wait_until
+from support.sample_entries import sample_entry
+from support.servers import RealServer
+
+from gym_capture_redis import BackendUnavailableError, DurabilityError, RedisTokenSink, RedisTokenSource
+
+PATIENCE_S = 30.0
+IMPATIENCE_S = 1.5
+"""Longer than a lane waits for replicas, so that a step is sent again over another connection."""
+
+
+class Pair(NamedTuple):
+    primary: RealServer
+    replica: RealServer
+
+
+@contextlib.contextmanager
+def running_pair(binary: Path) -> Iterator[Pair]:
+    """A primary with one replica that has caught up."""
+    with (
+        RealServer(binary, repl_diskless_sync_delay="0") as primary,
+        RealServer(binary, replicaof=f"127.0.0.1 {primary.port}") as replica,
+    ):
+        wait_until(
+            lambda: replicas_of(primary) == ["online"], "the replica has caught up", timeout_s=PATIENCE_S
+        )
+        yield Pair(primary, replica)
+
+
+@pytest.fixture(scope="module", params=REAL_SERVERS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with running_pair(binary_of(request.param)) as pair:
+        yield pair
+
+
+@pytest.fixture
+def own_pair(pair: Pair) -> Iterator[Pair]:
+    """One of the test's own, whose primary may die or change its role."""
+    with running_pair(pair.primary.binary) as own:
+        yield own
+
+
+@pytest.fixture(autouse=True)
+def _resumed(pair: Pair) -> Iterator[None]:
+    yield
+    pair.replica.resume()
+
+
+def replicas_of(server: RealServer) -> list[str]:
+    with server.client() as client:
+        facts: Any = client.info("replication")
+    return [facts[f"slave{number}"]["state"] for number in range(facts["connected_slaves"])]
+
+
+def clients(
+    pair: Pair, namespace: str, *, replicas: int = 1, timeout_s: float = PATIENCE_S
+) -> tuple[RedisTokenSink, RedisTokenSource]:
+    settings: dict[str, Any] = {"namespace": namespace, "replicas": replicas, "timeout_s": timeout_s}
+    return RedisTokenSink(pair.primary.url, **settings), RedisTokenSource(pair.primary.url, **settings)
+
+
+async def put(sink: RedisTokenSink, _: RedisTokenSource) -> None:
+    await sink.put(sample_entry("r", "first"))
+
+
+async def begin(sink: RedisTokenSink, _: RedisTokenSource) -> None:
+    await sink.begin_call("r", "second")
+
+
+async def mark(sink: RedisTokenSink, _: RedisTokenSource) -> None:
+    await sink.mark_incomplete("r", "second")
+
+
+async def refuse(sink: RedisTokenSink, _: RedisTokenSource) -> None:
+    await sink.record_engine_refusal("r", model_call_id="third", code="too-long")
+
+
+async def freeze(_: RedisTokenSink, source: RedisTokenSource) -> None:
+    await source.freeze("frozen")
+
+
+async def drop(_: RedisTokenSink, source: RedisTokenSource) -> None:
+    snapshot = DROPPED
+    assert await source.drop("dropped", snapshot_id=snapshot["snapshot_id"], version=snapshot["version"])
+
+
+async def retire(_: RedisTokenSink, source: RedisTokenSource) -> None:
+    await source.retire(["retired"])
+
+
+async def delete(_: RedisTokenSink, source: RedisTokenSource) -> None:
+    await source.delete(["deleted"])
+
+
+DROPPED: dict[str, Any] = {}
+Step = Callable[[RedisTokenSink, RedisTokenSource], Awaitable[None]]
+STEPS: list[Step] = [put, begin, mark, refuse, freeze, drop, retire, delete]
+
+
+def all_steps(
+    sink: RedisTokenSink, source: RedisTokenSource, *, return_exceptions: bool = False
+) -> asyncio.Future[list[Any]]:
+    return asyncio.gather(*(step(sink, source) for step in STEPS), return_exceptions=return_exceptions)
+
+
+async def prepare(sink: RedisTokenSink, source: RedisTokenSource) -> None:
+    """Something for every step to work on."""
+    for rollout in ("frozen", "dropped", "retired", "deleted"):
+        await sink.put(sample_entry(rollout, "first"))
+    await sink.begin_call("r", "first")
+    snapshot = await source.freeze("dropped")
+    DROPPED.update(snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+
+
+async def test_what_no_replica_has_is_reported_until_one_has_it(pair: Pair, namespace: str) -> None:
+    sink, source = clients(pair, namespace)
+    async with sink, source:
+        await prepare(sink, source)
+        pair.replica.pause()
+        # Whoever repeats a step finds it done on the primary, and must wait all the same.
+        for _ in range(2):
+            hasty_sink, hasty_source = clients(pair, namespace, timeout_s=IMPATIENCE_S)
+            async with hasty_sink, hasty_source:
+                for outcome in await all_steps(hasty_sink, hasty_source, return_exceptions=True):
+                    assert isinstance(outcome, DurabilityError)
+                    assert "replicas=1 was not confirmed" in str(outcome)
+        repeated = all_steps(sink, source)
+        pair.replica.resume()
+        await repeated
+
+
+async def test_what_a_replica_has_survives_the_primary(own_pair: Pair, namespace: str) -> None:
+    sink, _ = clients(own_pair, namespace)
+    async with sink:
+        for number in range(20):
+            await sink.begin_call("r", f"call-{number}")
+            await sink.put(sample_entry("r", f"call-{number}"))
+        own_pair.primary.kill()
+    with own_pair.replica.client() as client:
+        client.execute_command("REPLICAOF", "NO", "ONE")
+    async with RedisTokenSource(own_pair.replica.url, namespace=namespace) as source:
+        snapshot = await source.freeze("r")
+    assert len(snapshot.entries) == 20
+    assert not snapshot.incomplete
+
+
+async def test_a_replica_is_not_read(pair: Pair, namespace: str) -> None:
+    sink, source = clients(pair, namespace)
+    async with sink, source:
+        await sink.put(sample_entry("r", "first"))
+        await source.freeze("r")
+    async with RedisTokenSource(pair.replica.url, namespace=namespace, timeout_s=0.3) as source:
+        with pytest.raises(BackendUnavailableError, match="it is a replica"):
+            await source.freeze("r")
+
+
+async def test_a_primary_that_is_demoted_is_left(own_pair: Pair, namespace: str) -> None:
+    def has_refused() -> bool:
+        facts: Any = client.info("errorstats")
+        return "errorstat_READONLY" in facts
+
+    sink, source = clients(own_pair, namespace, replicas=0)
+    async with sink, source:
+        await sink.put(sample_entry("r", "first"))
+        await source.freeze("r")
+        with own_pair.primary.client() as client:
+            client.execute_command("REPLICAOF", "127.0.0.1", own_pair.replica.port)
+            steps = asyncio.gather(sink.mark_incomplete("r", "second"), source.freeze("r"))
+            await asyncio.to_thread(wait_until, has_refused, "a step was refused", timeout_s=PATIENCE_S)
+            assert not steps.done()
+            client.execute_command("REPLICAOF", "NO", "ONE")
+        _, snapshot = await steps
+        assert len(snapshot.entries) == 1
