@@ -340,6 +340,38 @@ def test_a_process_that_starts_while_the_last_one_stops_is_served(
         other.kill()
 
 
+# A keeper to whom somebody comes between its word to a watcher that nobody is left, and its end.
+KEEPER_WITH_A_LATE_USER = """
+import importlib.util, socket, sys
+spec = importlib.util.spec_from_file_location("keeper", {original!r})
+keeper = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(keeper)
+late_user = socket.socket(socket.AF_UNIX)
+
+class Keeper(keeper.Keeper):
+    def _watch(self, watcher):
+        super()._watch(watcher)
+        late_user.connect_ex(str(self._keeper_socket))
+
+keeper.Keeper = Keeper
+keeper.main()
+"""
+
+
+def test_who_comes_after_the_last_user_was_told_so_does_not_keep_it_waiting(
+    server: EmbeddedServer, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "keeper.py"
+    program.write_text(KEEPER_WITH_A_LATE_USER.format(original=embedded_keeper.__file__))
+    monkeypatch.setattr(embedded_keeper, "__file__", str(program))
+    server.start()
+    keeper_pid, server_pid = pids(server)
+    server.stop()
+    assert not data_directory.is_held(directory)
+    assert not alive(server_pid)
+    gone(keeper_pid)
+
+
 def test_users_killed_at_once_leave_nothing_behind(users: Users) -> None:
     started = [users.start() for _ in range(3)]
     for user, _, _ in started:

