@@ -1,4 +1,4 @@
-"""What a sink keeps for a server that may forget it: the newest steps, within bounds, while they may be lost."""
+"""What a sink keeps for a server that may forget it: the newest steps, within bounds."""
 
 from __future__ import annotations
 
