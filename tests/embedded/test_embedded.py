@@ -21,7 +21,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -227,7 +227,8 @@ def test_every_user_knows_whether_the_server_began_without_data(directory: Path,
 
 
 async def test_only_on_one_that_began_with_data_a_freeze_waits(directory: Path) -> None:
-    url, settings = f"embedded://{directory}", {"timeout_s": 5.0, "settle_s": 600.0}
+    url = f"embedded://{directory}"
+    settings: dict[str, Any] = {"timeout_s": 5.0, "settle_s": 600.0}
     async with RedisTokenSource(url, **settings) as source:
         assert not (await source.freeze("r")).incomplete
     async with RedisTokenSource(url, **settings | {"timeout_s": 0.5}) as source:
