@@ -38,7 +38,8 @@ class Endpoint(Generic[SettingsT]):
 
     def __init__(self, settings: SettingsT, healer: Healer | None = None) -> None:
         self._settings = settings
-        self._executors = PerLoop(lambda: Executor(settings, healer))
+        self._healer = healer
+        self._executors = PerLoop(self._make_executor)
 
     async def close(self) -> None:
         """Release the connections of the running event loop. Idempotent.
@@ -59,6 +60,10 @@ class Endpoint(Generic[SettingsT]):
     def __repr__(self) -> str:
         """Class, server and namespace, without credentials."""
         return f"{type(self).__name__}({str(self._settings.url)!r}, namespace={self._settings.namespace!r})"
+
+    def _make_executor(self) -> Executor:
+        """An executor for the running event loop, which uses this client for the first time."""
+        return Executor(self._settings, self._healer)
 
     def _key(self, rollout_id: str) -> bytes:
         return rollout_key(self._settings.namespace, validate_rollout_id(rollout_id))

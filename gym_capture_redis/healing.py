@@ -10,7 +10,7 @@ from gym_capture_redis import scripts
 from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.errors import CorruptRecordError, UnsupportedFormatError
 from gym_capture_redis.faults import final_error
-from gym_capture_redis.keys import new_incarnation, rollout_key
+from gym_capture_redis.keys import new_incarnation, new_mark_id, rollout_key
 from gym_capture_redis.recent import RecentStep, RecentSteps
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import SinkSettings
@@ -40,7 +40,8 @@ class Healer:
         self._attempts = attempts
         self._namespace = settings.namespace
         self._settle_s = settings.settle_s
-        self._keeps_old_steps = settings.durability != "memory"
+        # A primary that was cut off may have acknowledged, for long, what nobody else has.
+        self._keeps_old_steps = settings.durability != "memory" and settings.url.topology == "standalone"
         self._server = str(settings.url)
 
     async def heal(
@@ -183,6 +184,7 @@ def _lost_mark(step: RecentStep, subject: Subject, *, seq: int) -> RecentStep:
         new_incarnation=new_incarnation(),
         incarnation=step.incarnation,
         reason="lost",
+        mark_id=new_mark_id(),
     )
     return RecentStep(call, subject, step.incarnation, seq, step.at_s)
 

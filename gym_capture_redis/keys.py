@@ -12,7 +12,7 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
                seal, or ``x``, the refusal code, NUL, a digest and the msgpack details
 ``r:<call>``   record
 ``b:<name>``   token block, or part of a record, named by 16 bytes
-``f:<call>``   failure: ``<unix ms> <code>``
+``f:<call>``   failure: ``<unix ms> <code>``, and the ids of marks
 =============  =====================================================================
 """
 
@@ -54,6 +54,11 @@ def rollout_key(namespace: str, rollout_id: str) -> bytes:
 def new_incarnation() -> str:
     """Make a random name (128 bits) for a new attempt of a rollout."""
     return secrets.token_hex(16)
+
+
+def new_mark_id() -> str:
+    """Make a random name (64 bits) for a mark, by which the same mark is known when it is made again."""
+    return secrets.token_hex(8)
 
 
 def refusal_row(code: str) -> bytes:

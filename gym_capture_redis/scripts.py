@@ -330,10 +330,11 @@ def mark(
     *,
     new_incarnation: str,
     incarnation: str,
+    mark_id: str,
     reason: Literal["marked", "lost"] = "marked",
 ) -> Call:
     """``lua/mark.lua``."""
-    return Call(Step.MARK, key, (new_incarnation, incarnation, model_call_id, reason))
+    return Call(Step.MARK, key, (new_incarnation, incarnation, model_call_id, reason, mark_id))
 
 
 def refuse(

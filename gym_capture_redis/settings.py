@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from gym_capture_redis.errors import CaptureError, ConfigurationError
 from gym_capture_redis.keys import validate_namespace
@@ -25,6 +26,19 @@ _FORBID_EXTRA = ConfigDict(extra="forbid", frozen=True)
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=1)]
+
+
+def _absolute(value: Any) -> Any:
+    """The path as it is meant now: the process may change its working directory."""
+    if not isinstance(value, str | os.PathLike):
+        return value
+    path = os.fspath(value)
+    if not path or not isinstance(path, str) or "\0" in path:
+        raise ValueError("it is not the path of a directory")
+    return Path(os.path.abspath(path))  # noqa: PTH100 - without resolving links: that would be I/O
+
+
+SpillPath = Annotated[Path, BeforeValidator(_absolute)]
 
 
 class TlsSettings(BaseModel):
@@ -128,6 +142,8 @@ class SinkSettings(ConnectionSettings):
     """Memory for the prompts of the newest rollouts, which spares hashing and sending them again."""
     max_recent_bytes: int = Field(default=64 * 2**20, ge=0)
     """Memory for the steps of the last ``settle_s``, to be put back if the server forgets them."""
+    spill_dir: SpillPath | None = None
+    """Directory for marks that could not be made in Redis, until they can; None: they fail."""
 
     @property
     def server_may_forget(self) -> bool:

@@ -175,7 +175,8 @@ class SnapshotAssembly:
         self._incomplete(IncompleteCode.CORRUPT, call, str(error))
 
     def _add_failure(self, call: str, value: bytes) -> None:
-        when, _, reason = value.partition(b" ")
+        when, _, rest = value.partition(b" ")
+        reason, _, _mark_ids = rest.partition(b" ")
         code, text = _FAILURE_CODES.get(reason, (IncompleteCode.TAMPERED, "an unreadable failure"))
         self._incomplete(code, call, f"{text} {_at(when)}".rstrip())
 

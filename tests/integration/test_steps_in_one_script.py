@@ -132,7 +132,7 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
     Step.PUT: put_of,
     Step.STAGE: lambda key, _: scripts.stage(key, b"n" * 16, b"a part", incarnation=INCARNATION),
     Step.MARK: lambda key, _: scripts.mark(
-        key, "c", new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION
+        key, "c", new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION, mark_id="0" * 16
     ),
     Step.REFUSE: lambda key, rollout: scripts.refuse(
         key,
