@@ -21,7 +21,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,7 +30,8 @@ from gym_capture_redis.embedded import EmbeddedServer, default_directory, find_s
 from gym_capture_redis.embedded import binary as server_binary
 from gym_capture_redis.embedded import directory as data_directory
 from gym_capture_redis.embedded import keeper as embedded_keeper
-from gym_capture_redis.errors import ConfigurationError
+from gym_capture_redis.errors import BackendUnavailableError, ConfigurationError
+from gym_capture_redis.source import RedisTokenSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -212,6 +213,27 @@ def test_data_survives_stop_and_start(server: EmbeddedServer) -> None:
     server.start()
     assert pids(server) != first
     assert read(server, "key") == b"+kept"
+
+
+def test_every_user_knows_whether_the_server_began_without_data(directory: Path, binary: Path) -> None:
+    one, other = EmbeddedServer(directory, binary=binary), EmbeddedServer(directory, binary=binary)
+    assert not one.began_empty
+    with one:
+        ask(one, "SET key value")
+        with other:
+            assert (one.began_empty, other.began_empty) == (True, True)
+    with other, one:
+        assert (one.began_empty, other.began_empty) == (False, False)
+
+
+async def test_only_on_one_that_began_with_data_a_freeze_waits(directory: Path) -> None:
+    url = f"embedded://{directory}"
+    settings: dict[str, Any] = {"timeout_s": 5.0, "settle_s": 600.0}
+    async with RedisTokenSource(url, **settings) as source:
+        assert not (await source.freeze("r")).incomplete
+    async with RedisTokenSource(url, **settings | {"timeout_s": 0.5}) as source:
+        with pytest.raises(BackendUnavailableError, match="started or promoted a moment ago"):
+            await source.freeze("r")
 
 
 def test_the_last_stop_returns_when_the_directory_is_at_rest(server: EmbeddedServer, directory: Path) -> None:
