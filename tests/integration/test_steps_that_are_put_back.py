@@ -15,7 +15,7 @@ from support.stored_state import FIELD, change_state, hash_fields, parse_state
 
 from gym_capture_redis import codec, scripts
 from gym_capture_redis.connection import Link
-from gym_capture_redis.keys import rollout_key
+from gym_capture_redis.keys import new_mark_id, rollout_key
 from gym_capture_redis.protocols import IncompleteCode, TokenCaptureSnapshot
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import Durability, SinkSettings
@@ -86,7 +86,9 @@ class Rollout:
         return scripts.stage(self.key, name, b"a part", incarnation=ATTEMPT)
 
     def mark(self, call: str, incarnation: str = ATTEMPT) -> Call:
-        return scripts.mark(self.key, call, new_incarnation=NEW, incarnation=incarnation)
+        return scripts.mark(
+            self.key, call, new_incarnation=NEW, incarnation=incarnation, mark_id=new_mark_id()
+        )
 
     def refuse(self, call: str, code: str = "full") -> Call:
         return scripts.refuse(
