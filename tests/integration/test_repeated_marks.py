@@ -8,11 +8,11 @@ import pytest
 from support.servers import RealServer
 
 from gym_capture_redis import scripts
-from gym_capture_redis.executor import Subject
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import IncompleteCode
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+from gym_capture_redis.subject import Subject
 
 MOST_IDS = 32
 KEPT_BYTES = len("1700000000000 marked") + 17 * MOST_IDS

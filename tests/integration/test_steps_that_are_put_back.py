@@ -23,6 +23,7 @@ from gym_capture_redis.source import RedisTokenSource
 
 ATTEMPT, LATER_ATTEMPT, NEW = "1" * 32, "2" * 32, "3" * 32
 SNAPSHOT_ID = "5" * 32
+MARK_ID = "7" * 16
 PART = b"n" * 16
 
 
@@ -86,7 +87,7 @@ class Rollout:
         return scripts.stage(self.key, name, b"a part", incarnation=ATTEMPT)
 
     def mark(self, call: str, incarnation: str = ATTEMPT) -> Call:
-        return scripts.mark(self.key, call, new_incarnation=NEW, incarnation=incarnation)
+        return scripts.mark(self.key, call, new_incarnation=NEW, incarnation=incarnation, mark_id=MARK_ID)
 
     def refuse(self, call: str, code: str = "full") -> Call:
         return scripts.refuse(
