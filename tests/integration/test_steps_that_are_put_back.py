@@ -15,7 +15,7 @@ from support.stored_state import FIELD, change_state, hash_fields, parse_state
 
 from gym_capture_redis import codec, scripts
 from gym_capture_redis.connection import Link
-from gym_capture_redis.keys import new_mark_id, rollout_key
+from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import IncompleteCode, TokenCaptureSnapshot
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import Durability, SinkSettings
@@ -23,6 +23,7 @@ from gym_capture_redis.source import RedisTokenSource
 
 ATTEMPT, LATER_ATTEMPT, NEW = "1" * 32, "2" * 32, "3" * 32
 SNAPSHOT_ID = "5" * 32
+MARK_ID = "7" * 16
 PART = b"n" * 16
 
 
@@ -86,9 +87,7 @@ class Rollout:
         return scripts.stage(self.key, name, b"a part", incarnation=ATTEMPT)
 
     def mark(self, call: str, incarnation: str = ATTEMPT) -> Call:
-        return scripts.mark(
-            self.key, call, new_incarnation=NEW, incarnation=incarnation, mark_id=new_mark_id()
-        )
+        return scripts.mark(self.key, call, new_incarnation=NEW, incarnation=incarnation, mark_id=MARK_ID)
 
     def refuse(self, call: str, code: str = "full") -> Call:
         return scripts.refuse(

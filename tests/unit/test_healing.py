@@ -225,7 +225,7 @@ async def test_a_put_that_waits_too_long_for_others_becomes_a_mark(
     assert "Rollout r" in caplog.text
     await worker.heal()
     last = worker.sent[-1][-1]
-    assert (last.step, last.args[-2:]) == (Step.MARK, ("call 7", "lost"))
+    assert (last.step, last.args[-3:-1]) == (Step.MARK, ("call 7", "lost"))
     assert (worker.kept(OLD), worker.kept(NEW)) == ([], [9])
 
 
