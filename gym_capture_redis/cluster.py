@@ -48,9 +48,7 @@ class Cluster:
             redis.exceptions.RedisError, OSError: no node could tell.
 
         """
-        if self._loading is None or self._loading.done():
-            self._loading = asyncio.get_running_loop().create_task(self._load())
-        await asyncio.shield(self._loading)
+        await asyncio.shield(self._load_soon())
 
     def learn(self, error: BaseException, node: Node) -> Node | None:
         """Learn where a slot is, from what a step met. A node to ask this once, while a slot is moving."""
@@ -59,6 +57,7 @@ class Cluster:
             if not isinstance(error, redis_errors.MovedError):
                 return self._node(address)
             self._slots[error.slot_id] = address
+            self._load_soon()  # one slot has moved, or the node is a replica now
         elif is_transient(error) and not isinstance(error, redis_errors.TryAgainError):
             self._stale = True
         return None
@@ -89,6 +88,12 @@ class Cluster:
     def _address_of(self, node: Node) -> Address:
         return next(address for address, known in self._nodes.items() if known is node)
 
+    def _load_soon(self) -> asyncio.Task[None]:
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.get_running_loop().create_task(self._load())
+            self._loading.add_done_callback(_take_note)  # nobody may wait for it
+        return self._loading
+
     async def _load(self) -> None:
         last: BaseException = redis_errors.ClusterDownError("no node knows all slots")
         for address in self._to_ask():
@@ -117,10 +122,17 @@ class Cluster:
         return addresses
 
     async def _forget_nodes(self) -> None:
-        """Close the connections to nodes that hold no slots any more, once they are not in use."""
-        gone = self._nodes.keys() - set(self._slots)
-        for address in [address for address in gone if self._nodes[address].is_idle]:
-            await self._nodes.pop(address).close()
+        """Leave the connections to nodes without slots: until they have some again, much may have changed."""
+        for address in self._nodes.keys() - set(self._slots):
+            if self._nodes[address].is_idle:
+                await self._nodes.pop(address).close()
+            else:
+                self._nodes[address].renew()
+
+
+def _take_note(loading: asyncio.Task[None]) -> None:
+    if not loading.cancelled():
+        loading.exception()
 
 
 def _read_slots(answer: Any, asked: Address) -> list[Address | None]:
