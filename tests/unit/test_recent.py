@@ -87,7 +87,7 @@ def test_while_its_server_is_away_nothing_is_let_go(steps: RecentSteps, clock: C
 
 
 def test_memory_is_bounded_and_the_oldest_go_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent, "_STEP_BYTES", 10)
+    monkeypatch.setattr(recent, "STEP_BYTES", 10)
     steps = RecentSteps(max_bytes=350, settle_s=SETTLE_S)
     for number, server in enumerate(["one", "other", "one", "other"]):
         clock.now_s += 0.1
@@ -110,7 +110,7 @@ def test_steps_are_taken_in_batches_and_given_back(steps: RecentSteps) -> None:
     steps.give_back("server", taken)
     assert numbers(steps) == [4, 5, 1, 2]
     assert steps.take("unknown", max_steps=9, max_bytes=9) == []
-    assert kept == 5 * (100 + recent._STEP_BYTES)
+    assert kept == 5 * (100 + recent.STEP_BYTES)
 
 
 def test_a_step_that_was_put_back_is_kept_for_the_server_that_has_it_now(
