@@ -68,7 +68,8 @@ class RecentSteps:
             while steps and steps[0].at_s < now_s - self._settle_s:
                 self._nbytes -= steps.popleft().nbytes
             # SAME answers a repeat: its first reply was lost, or it is settled by another step.
-            if reply.code in ("OK", "SAME") and call.step in CAN_BE_LOST:
+            # What puts a step back is no step of its own: the healer keeps that one on.
+            if reply.code in ("OK", "SAME") and call.step in CAN_BE_LOST and not call.healing:
                 seq = reply.seq if reply.code == "OK" else 0
                 nbytes = call.nbytes + STEP_BYTES
                 self._keep(server, RecentStep(call, subject, reply.incarnation, seq, now_s, nbytes))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gym_capture_redis import recent
+from gym_capture_redis import recent, scripts
 from gym_capture_redis.recent import RecentSteps
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.subject import Subject
@@ -54,6 +54,11 @@ def test_what_adds_to_a_rollout_is_kept_under_its_number(steps: RecentSteps, ste
 def test_other_steps_are_not_kept(steps: RecentSteps, step: Step) -> None:
     assert not steps.note(call(step), SUBJECT, reply(7))
     assert numbers(steps) == []
+
+
+def test_what_puts_a_step_back_is_not_kept_beside_that_step(steps: RecentSteps) -> None:
+    put_back = scripts.heal(call(), seq=7, incarnation="incarnation", new_incarnation="new")
+    assert not steps.note(put_back, SUBJECT, reply(7))
 
 
 def test_of_a_step_that_was_there_already_the_number_is_not_known(steps: RecentSteps) -> None:
