@@ -11,10 +11,11 @@ from gym_capture_redis.errors import (
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
 )
-from gym_capture_redis.executor import Executor, PerLoop, Subject
+from gym_capture_redis.executor import Executor, PerLoop
 from gym_capture_redis.keys import rollout_key, validate_rollout_id
 from gym_capture_redis.scripts import Reply
 from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.subject import Subject
 
 SettingsT = TypeVar("SettingsT", bound=ConnectionSettings)
 

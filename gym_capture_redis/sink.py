@@ -12,9 +12,10 @@ from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.block_cache import BlockCache
 from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
 from gym_capture_redis.errors import InvalidRecordError
-from gym_capture_redis.executor import Executor, Subject
+from gym_capture_redis.executor import Executor
 from gym_capture_redis.keys import validate_call_id, validate_refusal_code
 from gym_capture_redis.settings import SinkSettings
+from gym_capture_redis.subject import Subject
 
 logger = logging.getLogger(__name__)
 

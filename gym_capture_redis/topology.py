@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from gym_capture_redis.cluster import Cluster
-from gym_capture_redis.connection import EmbeddedLease, Link
+from gym_capture_redis.connection import EmbeddedLease, Link, follow
 from gym_capture_redis.node import Node
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
@@ -55,7 +56,7 @@ class OneServer:
     async def close(self) -> None:
         """End all connections, and let the embedded server go."""
         await self._node.close()
-        await self._embedded.release()
+        await asyncio.to_thread(self._embedded.stop)
 
     async def _open_link(self) -> Link:
         link = Link(self._settings, await self._place())
@@ -65,9 +66,9 @@ class OneServer:
     async def _place(self) -> Address | str:
         url = self._settings.url
         if url.topology == "sentinel":
-            return await self._sentinels.primary()
+            return await follow(self._sentinels.primary(), self._settings)
         if url.scheme == "embedded":
-            return await self._embedded.acquire()
+            return await asyncio.to_thread(self._embedded.start)
         return url.path if url.scheme == "unix" else url.addresses[0]
 
 

@@ -35,10 +35,10 @@ from support.stored_state import hash_fields, read_state
 
 from gym_capture_redis import RedisTokenSink, RedisTokenSource, blocks, codec, gym_compat, parts
 from gym_capture_redis.block_cache import BlockCache
-from gym_capture_redis.executor import Subject
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.scripts import Call, Reply, Step
+from gym_capture_redis.subject import Subject
 from gym_capture_redis.testing import Clients, TokenTransportContract
 from gym_capture_redis.testing.stateful import TokenTransportMachine, entry_fields
 

@@ -21,12 +21,13 @@ from support.stored_state import change_state, hash_fields, read_state
 from gym_capture_redis import codec, scripts
 from gym_capture_redis.blocks import BLOCK_IDS, NAME_BYTES
 from gym_capture_redis.errors import TokenCaptureRetiredError
-from gym_capture_redis.executor import Executor, Subject
+from gym_capture_redis.executor import Executor
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import TokenCaptureSnapshot
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+from gym_capture_redis.subject import Subject
 
 ROLLOUT = "r"
 TURNS = 40

@@ -13,11 +13,11 @@ from support.servers import RealServer
 
 from gym_capture_redis import scripts
 from gym_capture_redis.errors import TokenCaptureRetiredError
-from gym_capture_redis.executor import Subject
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.scripts import Step
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+from gym_capture_redis.subject import Subject
 
 MANY = 2_000
 

@@ -26,7 +26,7 @@ from gym_capture_redis.errors import (
     TokenCaptureRetiredError,
     UnsupportedFormatError,
 )
-from gym_capture_redis.executor import Executor, Subject
+from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
@@ -37,6 +37,7 @@ from gym_capture_redis.settings import Durability
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.snapshot import SnapshotAssembly
 from gym_capture_redis.source import RedisTokenSource
+from gym_capture_redis.subject import Subject
 
 PATIENCE_S = 60.0
 """Far longer than anything below takes: only what hangs reaches it."""

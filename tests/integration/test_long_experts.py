@@ -27,7 +27,7 @@ from gym_capture_redis.errors import (
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
 )
-from gym_capture_redis.executor import Executor, Subject
+from gym_capture_redis.executor import Executor
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import IncompleteCode
 from gym_capture_redis.records import TokenEntry
@@ -35,6 +35,7 @@ from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import Durability
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+from gym_capture_redis.subject import Subject
 
 ROLLOUT = "r"
 MIB = 2**20
@@ -379,6 +380,7 @@ import numpy as np
 from gym_capture_redis import RedisTokenSink, TokenEntry
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.scripts import Step
+from gym_capture_redis.subject import Subject
 
 url, namespace, rollout = sys.argv[1:]
 run = Executor.run

@@ -14,12 +14,13 @@ from support.servers import RealServer
 
 from gym_capture_redis import codec, scripts
 from gym_capture_redis.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
-from gym_capture_redis.executor import Executor, Subject
+from gym_capture_redis.executor import Executor
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import TokenCaptureSnapshot
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+from gym_capture_redis.subject import Subject
 
 PUTTERS = 64
 PROMPT = random_ids(1_500)
