@@ -22,7 +22,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class _Position(NamedTuple):
+class Position(NamedTuple):
+    """How far a rollout was when a server last answered, and which server that was."""
+
     incarnation: str
     seq: int
     run_id: str
@@ -34,7 +36,7 @@ class AttemptMemory:
 
     def __init__(self) -> None:
         self._announced: OrderedDict[tuple[str, str], Reply] = OrderedDict()
-        self._positions: OrderedDict[str, _Position] = OrderedDict()
+        self._positions: OrderedDict[str, Position] = OrderedDict()
 
     def announce(self, rollout_id: str, model_call_id: str, reply: Reply) -> None:
         """The call was announced, and ``reply`` says to which attempt."""
@@ -61,9 +63,17 @@ class AttemptMemory:
         seq_before_step = reply.seq - (reply.code == "OK")
         return reply.incarnation != before.incarnation or seq_before_step < before.seq
 
+    def position(self, rollout_id: str) -> Position | None:
+        """How far the rollout was when this process last heard of it."""
+        return self._positions.get(rollout_id)
+
+    def on_others(self, run_id: str) -> list[tuple[str, Position]]:
+        """The rollouts of which another server than this one was the last to answer."""
+        return [item for item in list(self._positions.items()) if item[1].run_id != run_id]
+
     def note(self, rollout_id: str, reply: Reply) -> None:
         """Remember how far the rollout was by ``reply``."""
-        now = _Position(reply.incarnation, reply.seq, reply.run_id, time.monotonic())
+        now = Position(reply.incarnation, reply.seq, reply.run_id, time.monotonic())
         before = self._positions.get(rollout_id)
         # Replies to concurrent calls come in any order: an older one must not lower what was acknowledged.
         if (

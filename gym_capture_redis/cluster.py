@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from gym_capture_redis.connection import Link, follow
+from gym_capture_redis.connection import Connected, Link, follow, prepare
 from gym_capture_redis.node import Node
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ConnectionSettings
@@ -15,8 +15,9 @@ from gym_capture_redis.slots import SlotMap
 class Cluster:
     """Sends the steps of a rollout to the primary of its slot (``topology.Topology``)."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ConnectionSettings, connected: Connected) -> None:
         self._settings = settings
+        self._connected = connected
         self._nodes: dict[Address, Node] = {}
         self._slots = SlotMap(settings)
         self._loading: asyncio.Task[None] | None = None
@@ -60,8 +61,7 @@ class Cluster:
 
     async def _open_link(self, address: Address) -> Link:
         link = Link(self._settings, address)
-        await link.connect()
-        return link
+        return await prepare(link, partial(self._connected, link, partial(self._slots.holds, address)))
 
     def _address_of(self, node: Node) -> Address | None:
         return next((address for address, known in self._nodes.items() if known is node), None)

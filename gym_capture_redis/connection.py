@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis import exceptions as redis_errors
@@ -48,11 +49,16 @@ class Link:
     """One connection to a server, given by address or path of its socket. Belongs to one task.
 
     ``run_id`` tells which server process answered last: another one may have forgotten what the
-    first had acknowledged.
+    first had acknowledged. ``settles_at_s``: until when it may be getting that back, in ``time.monotonic``;
+    never for one that ``began_empty``.
     """
 
-    def __init__(self, settings: ConnectionSettings, server: Address | str) -> None:
+    def __init__(
+        self, settings: ConnectionSettings, server: Address | str, *, began_empty: bool = False
+    ) -> None:
         self._settings = settings
+        self._place = server
+        self._began_empty = began_empty
         self._terms = Terms("", Dialect(flagged=settings.url.scheme != "fakeredis"))
         self._transport: asyncio.WriteTransport | None = None
         if settings.url.scheme == "fakeredis":
@@ -66,6 +72,11 @@ class Link:
     def run_id(self) -> str:
         """Run id of the server process."""
         return self._terms.run_id
+
+    @property
+    def settles_at_s(self) -> float:
+        """When freezing needs to wait no more."""
+        return self._terms.settles_at_s
 
     @property
     def dialect(self) -> Dialect:
@@ -131,12 +142,27 @@ class Link:
             await connection.on_connect()
             self._transport = connection._writer.transport if connection._writer else None  # noqa: SLF001
             self._widen()
-            facts = read_facts(*[await _answer(connection, *words) for words in QUESTIONS])
-            self._terms = agree(facts, self._settings)
+            facts = read_facts(self._place, *[await _answer(connection, *words) for words in QUESTIONS])
+            self._terms = agree(facts, self._settings, self._place, began_empty=self._began_empty)
         except BaseException:
             # redis-py cleans up after its own errors only.
             await connection.disconnect(nowait=True)
             raise
+
+
+Connected = Callable[[Link, Callable[[bytes], bool]], Awaitable[None]]
+"""What is done over a new connection before it is used; told which keys its server holds."""
+
+
+async def prepare(link: Link, connected: Callable[[], Awaitable[None]]) -> Link:
+    """Connect, and do what comes before the first step; close the link if that fails."""
+    try:
+        await link.connect()
+        await connected()
+    except BaseException:
+        await link.close()
+        raise
+    return link
 
 
 class EmbeddedLease:
@@ -156,6 +182,11 @@ class EmbeddedLease:
             )
         self._server.start()
         return str(self._server.socket_path)
+
+    @property
+    def began_empty(self) -> bool:
+        """Whether its directory held no data when it was started: it has forgotten nothing."""
+        return self._server is not None and self._server.began_empty
 
     def stop(self) -> None:
         """Let the server go; it ends when nobody else holds it."""

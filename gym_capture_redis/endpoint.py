@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Generic, NoReturn, Self, TypeVar
 
 from gym_capture_redis.errors import (
@@ -12,6 +11,7 @@ from gym_capture_redis.errors import (
     TokenCaptureRetiredError,
 )
 from gym_capture_redis.executor import Executor, PerLoop
+from gym_capture_redis.healing import Healer
 from gym_capture_redis.keys import rollout_key, validate_rollout_id
 from gym_capture_redis.scripts import Reply
 from gym_capture_redis.settings import ConnectionSettings
@@ -36,9 +36,10 @@ _REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
 class Endpoint(Generic[SettingsT]):
     """Base of ``RedisTokenSink`` and ``RedisTokenSource``. Opens nothing until it is used."""
 
-    def __init__(self, settings: SettingsT) -> None:
+    def __init__(self, settings: SettingsT, healer: Healer | None = None) -> None:
         self._settings = settings
-        self._executors = PerLoop(lambda: Executor(settings))
+        self._healer = healer
+        self._executors = PerLoop(self._make_executor)
 
     async def close(self) -> None:
         """Release the connections of the running event loop. Idempotent.
@@ -60,13 +61,12 @@ class Endpoint(Generic[SettingsT]):
         """Class, server and namespace, without credentials."""
         return f"{type(self).__name__}({str(self._settings.url)!r}, namespace={self._settings.namespace!r})"
 
+    def _make_executor(self) -> Executor:
+        """An executor for the running event loop, which uses this client for the first time."""
+        return Executor(self._settings, self._healer)
+
     def _key(self, rollout_id: str) -> bytes:
         return rollout_key(self._settings.namespace, validate_rollout_id(rollout_id))
-
-
-def new_incarnation() -> str:
-    """Make a random name (128 bits) for a new attempt of a rollout."""
-    return secrets.token_hex(16)
 
 
 def raise_refusal(reply: Reply, subject: Subject) -> NoReturn:

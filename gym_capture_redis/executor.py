@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from redis.exceptions import ClusterDownError
 
-from gym_capture_redis.errors import BackendUnavailableError
+from gym_capture_redis.connection import Link
+from gym_capture_redis.errors import BackendUnavailableError, CaptureError
 from gym_capture_redis.failures import Failures
 from gym_capture_redis.faults import is_transient, is_unknown_script
+from gym_capture_redis.healing import Healer, Owns
 from gym_capture_redis.inflight import ByteBudget, Hold
-from gym_capture_redis.lanes import closed_error
+from gym_capture_redis.lanes import closed_error, exchange
 from gym_capture_redis.node import Node
 from gym_capture_redis.retry import Backoff
-from gym_capture_redis.scripts import Call, Reply
+from gym_capture_redis.scripts import Call, Reply, peek
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.topology import new_topology
 
 _THREADS = 2
+_WATCH_S = 1.0
+"""How often an idle sink asks whether the server is still the one that acknowledged its newest steps."""
 
 _INHERITED: list[dict[asyncio.AbstractEventLoop, Executor]] = []
 
@@ -32,11 +37,15 @@ T = TypeVar("T")
 class Executor:
     """Runs steps and other work within deadlines. Belongs to one event loop; opens nothing until used."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ConnectionSettings, healer: Healer | None = None) -> None:
         self._timeout_s = settings.timeout_s
         self._failures = Failures(settings)
         self._server = str(settings.url)
-        self._topology = new_topology(settings)
+        self._one_key = settings.url.topology == "cluster"
+        self._healer = healer
+        self._healing = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+        self._topology = new_topology(settings, self._heal)
         self._budget = ByteBudget(settings.max_inflight_bytes)
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
@@ -62,7 +71,7 @@ class Executor:
                 reply = node.submit(
                     call, urgent=urgent, by_source=by_source, asking=redirected is not None, deadline=deadline
                 )
-                return await _until(deadline, reply)
+                answer = await _until(deadline, reply)
             except TimeoutError as error:
                 raise self._failures.no_answer(subject, backoff.last, error) from None
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
@@ -73,10 +82,58 @@ class Executor:
                     raise self._failures.final(error, subject) from None
                 redirected = self._topology.learn(error, node) if node is not None else None
                 pause_s = backoff.after(error)
+            else:
+                if self._healer is not None:
+                    self._note(self._healer, call, subject, answer)
+                return answer
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
                 raise self._failures.no_answer(subject, backoff.last)
             await asyncio.sleep(min(pause_s, left_s))
+
+    def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply) -> None:
+        """Keep what the server might forget, and watch it for as long as that may be."""
+        if healer.recent.note(call, subject, reply) and self._watcher is None and not self._closed:
+            self._watcher = asyncio.get_running_loop().create_task(
+                self._watch(healer), name="gym-capture-redis watcher"
+            )
+
+    async def _watch(self, healer: Healer) -> None:
+        """Notice another server though nothing is to be sent: connecting to it puts back what it forgot.
+
+        What could not be put back then, or was acknowledged by the earlier server just before, follows here.
+        """
+        try:
+            while newest := healer.recent.newest():
+                await asyncio.sleep(_WATCH_S)
+                for run_id, step in newest:
+                    with contextlib.suppress(CaptureError):  # whoever sends a step is told
+                        reply = await self.run(peek(step.call.key), step.subject, deadline=self.deadline())
+                        if reply.run_id != run_id:
+                            await healer.heal(
+                                self._run_all, reply.run_id, owns=lambda _: True, lost_by=[run_id]
+                            )
+        finally:
+            self._watcher = None
+
+    async def _run_all(self, calls: Sequence[tuple[Call, Subject]]) -> Sequence[Reply | Exception]:
+        deadline = self.deadline()
+        answers = await asyncio.gather(
+            *(self.run(call, subject, deadline=deadline) for call, subject in calls), return_exceptions=True
+        )
+        return [_not_cancelled(answer) for answer in answers]
+
+    async def _heal(self, link: Link, owns: Owns) -> None:
+        """Put back over a new connection what its server may have forgotten, before anything else is sent."""
+        healer = self._healer
+        if healer is None:
+            return
+
+        async def send(calls: Sequence[tuple[Call, Subject]]) -> Sequence[Reply | Exception]:
+            return await exchange(link, [call for call, _ in calls], one_key=self._one_key)
+
+        async with self._healing:
+            await healer.heal(send, link.run_id, owns=owns)
 
     async def _find(self, key: bytes, deadline: float) -> Node:
         """The node that holds the key, once that is known again."""
@@ -128,6 +185,9 @@ class Executor:
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
         self._closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
         await self._topology.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
@@ -141,6 +201,13 @@ async def _until(deadline: float, reply: asyncio.Future[Reply]) -> Reply:
         return await reply
     finally:
         timer.cancel()
+
+
+def _not_cancelled(answer: Reply | BaseException) -> Reply | Exception:
+    """An answer of ``asyncio.gather``: what is no error of the step is raised."""
+    if isinstance(answer, Reply | Exception):
+        return answer
+    raise answer
 
 
 def _expire(reply: asyncio.Future[Reply]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError, DurabilityError
-from gym_capture_redis.faults import NotConfirmedError, explain, final_error
+from gym_capture_redis.faults import NotConfirmedError, NotSettledError, explain, final_error
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.subject import Subject
 
@@ -38,6 +38,11 @@ class Failures:
                 f"{self._server} applied the step on {subject}, but durability={self._durability!r} with "
                 f"replicas={self._replicas} was not confirmed within {self._timeout_s:g} s; a failure of the "
                 "server could still undo it. Repeating it is safe"
+            )
+        elif isinstance(last, NotSettledError):
+            error = BackendUnavailableError(
+                f"{self._server} was started or promoted a moment ago, and workers may still be putting back "
+                f"what it forgot; nothing changed on {subject}, try again in {last.left_s:.1f} s"
             )
         else:
             why = f" (last: {explain(last)})" if last is not None else ""

@@ -17,6 +17,17 @@ class NotConfirmedError(Exception):
     """The step was applied, but nothing confirmed its fsync, or its copies on replicas."""
 
 
+class NotSettledError(Exception):
+    """The server came back a moment ago, and workers may still be putting back what it forgot.
+
+    The step was not sent; it must wait for ``left_s``.
+    """
+
+    def __init__(self, left_s: float) -> None:
+        super().__init__(left_s)
+        self.left_s = left_s
+
+
 _TRY_AGAIN_CODES = frozenset(
     (
         "LOADING",
@@ -40,6 +51,7 @@ _TRY_AGAIN = (
     redis_errors.AskError,
     redis_errors.InvalidResponse,
     NotConfirmedError,
+    NotSettledError,
     OSError,
 )
 _KILLED = "Script killed"

@@ -12,13 +12,14 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
                seal, or ``x``, the refusal code, NUL, a digest and the msgpack details
 ``r:<call>``   record
 ``b:<name>``   token block, or part of a record, named by 16 bytes
-``f:<call>``   failure: ``<unix ms> <code>``
+``f:<call>``   failure: ``<unix ms> <code>``, and the ids of marks
 =============  =====================================================================
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 
 from gym_capture_redis.errors import InvalidIdentifierError
 
@@ -48,6 +49,16 @@ _GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 def rollout_key(namespace: str, rollout_id: str) -> bytes:
     """Key of the rollout's hash. Both parts must have been validated."""
     return f"gymcap:{{{namespace}/{rollout_id}}}".encode("ascii")
+
+
+def new_incarnation() -> str:
+    """Make a random name (128 bits) for a new attempt of a rollout."""
+    return secrets.token_hex(16)
+
+
+def new_mark_id() -> str:
+    """Make a random name (64 bits) for a mark, by which the same mark is known when it is made again."""
+    return secrets.token_hex(8)
 
 
 def refusal_row(code: str) -> bytes:

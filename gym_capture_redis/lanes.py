@@ -7,6 +7,7 @@ connection out of step.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
-from gym_capture_redis.faults import NotConfirmedError
+from gym_capture_redis.faults import NotConfirmedError, NotSettledError, is_unknown_script
 from gym_capture_redis.retry import attempt_s
 from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step, command, read_replies
 from gym_capture_redis.settings import ConnectionSettings
@@ -27,6 +28,9 @@ MAX_BATCH_BYTES = 2**20
 MIN_SHARE_CALLS = 8
 MAX_JOINED_BYTES = 2**18
 """A larger step is a script call of its own: joining it would save nothing and hold the server longer."""
+
+_CONFIRM_S = 1.0
+"""How long steps that are put back wait for their copies."""
 
 _ASKING = ("ASKING",)
 _NOTHING = Call(Step.PEEK, b"", ())
@@ -117,7 +121,7 @@ class Lanes:
                 try:
                     async with asyncio.timeout(self._attempt_s(batch)):
                         link = link or await self._open_link()
-                        await self._send(link, batch)
+                        await send(link, batch, one_key=self._one_key, confirm_s=self._attempt_s(batch) / 2)
                 except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
                     # Their own deadlines are theirs: here only this attempt has taken too long.
                     _fail(
@@ -166,24 +170,6 @@ class Lanes:
                 nbytes += job.call.nbytes + job.call.reply_bytes
         return batch
 
-    async def _send(self, link: Link, batch: Sequence[Job]) -> None:
-        """Send the batch as one pipeline of few script calls, and give each job its own reply."""
-        # While the connection was made some callers may have left, and their steps with them.
-        groups = _groups([job for job in batch if not job.reply.done()], one_key=self._one_key)
-        commands = [words for group in groups for words in _commands(group, link.dialect)]
-        writes = any(job.call.step.writes for job in batch)
-        confirm_s = self._attempt_s(batch) / 2 if writes else None
-        answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s)
-        answers = [answer for words, answer in zip(commands, answers, strict=True) if words != _ASKING]
-        for group, answer in zip(groups, _read(link, groups, answers), strict=True):
-            if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):
-                _fail(group, NotConfirmedError())
-            else:
-                _answer(group, answer)
-        for answer in answers:
-            if isinstance(answer, ReadOnlyError):
-                raise answer  # no primary any more: this connection is of no use
-
     def _attempt_s(self, batch: Sequence[Job]) -> float:
         left_s = max(job.deadline for job in batch) - asyncio.get_running_loop().time()
         nbytes = sum(job.call.nbytes for job in batch)
@@ -195,15 +181,55 @@ def closed_error() -> BackendUnavailableError:
     return BackendUnavailableError("the client was closed meanwhile")
 
 
-def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
-    """The jobs that one script call can hold: the same short step, each in the order they came.
+async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: float) -> None:
+    """Send the batch as one pipeline of few script calls, and give each job its own reply.
 
-    With ``one_key`` of one rollout only, as in a Cluster, where other keys are in other slots.
+    With ``one_key`` each script call is about one rollout, as in a Cluster, where others are in other slots.
+    ``confirm_s``: how long to wait until what is written is as durable as promised.
     """
+    left_s = link.settles_at_s - time.monotonic()
+    if left_s > 0:
+        _fail([job for job in batch if job.call.step.needs_settled_server], NotSettledError(left_s))
+    # While the connection was made some callers may have left, and their steps with them.
+    groups = _groups([job for job in batch if not job.reply.done()], one_key=one_key)
+    commands = [words for group in groups for words in _commands(group, link.dialect)]
+    writes = any(group[0].call.step.writes for group in groups)
+    answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s if writes else None)
+    answers = [answer for words, answer in zip(commands, answers, strict=True) if words != _ASKING]
+    for group, answer in zip(groups, _read(link, groups, answers), strict=True):
+        if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):
+            _fail(group, NotConfirmedError())
+        else:
+            _answer(group, answer)
+    for answer in answers:
+        if isinstance(answer, ReadOnlyError):
+            raise answer  # no primary any more: this connection is of no use
+
+
+async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[Reply | Exception]:
+    """Run steps over a connection at once, outside the lanes, and return what each was answered."""
+    loop = asyncio.get_running_loop()
+    jobs = [
+        Job(call, by_source=False, asking=False, deadline=0.0, reply=loop.create_future()) for call in calls
+    ]
+    try:
+        await send(link, jobs, one_key=one_key, confirm_s=_CONFIRM_S)
+        unknown = [job for job in jobs if is_unknown_script(job.reply.exception() or OSError())]
+        for job in unknown:
+            job.by_source, job.reply = True, loop.create_future()
+        if unknown:
+            await send(link, unknown, one_key=one_key, confirm_s=_CONFIRM_S)
+    finally:
+        outcomes = [_outcome(job.reply) for job in jobs]
+    return outcomes
+
+
+def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
+    """The jobs that one script call can hold: the same short step, each in the order they came."""
     groups: dict[object, list[Job]] = {}
     for number, job in enumerate(batch):
         joins = job.call.step.is_short and job.call.nbytes <= MAX_JOINED_BYTES
-        alike = (job.call.step, job.by_source, job.asking, job.call.key if one_key else b"")
+        alike = (job.call.step, job.call.healing, job.by_source, job.asking, job.call.key if one_key else b"")
         groups.setdefault(alike if joins else number, []).append(job)
     return list(groups.values())
 
@@ -237,6 +263,14 @@ def _answer(group: Sequence[Job], answer: Exception | list[Reply | ResponseError
             _fail([job], reply)
         elif not job.reply.done():
             job.reply.set_result(reply)
+
+
+def _outcome(reply: asyncio.Future[Reply]) -> Reply | Exception:
+    """What a step was answered, taken note of: asyncio complains of an error that nobody looked at."""
+    if not reply.done():
+        return NoReplyError("no reply")
+    error = reply.exception()
+    return error if isinstance(error, Exception) else reply.result()
 
 
 async def _close(link: Link | None) -> None:

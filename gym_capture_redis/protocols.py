@@ -45,6 +45,9 @@ class IncompleteCode(StrEnum):
     MARKED = "marked"
     """A worker said with ``mark_incomplete`` that the rollout lost this call."""
 
+    LOST_STEPS = "lost-steps"
+    """The server lost steps that it had acknowledged (a restart, a failover), and nobody put them back."""
+
     CONFLICT = "conflict"
     """Two contents came for one call id, or both a record and a refusal."""
 

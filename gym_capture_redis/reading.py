@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from gym_capture_redis import scripts
 from gym_capture_redis.codec import EntryType
-from gym_capture_redis.endpoint import new_incarnation, raise_refusal
+from gym_capture_redis.endpoint import raise_refusal
 from gym_capture_redis.errors import CaptureError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget, Hold
+from gym_capture_redis.keys import new_incarnation
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
 from gym_capture_redis.settings import SourceSettings
 from gym_capture_redis.snapshot import SnapshotAssembly

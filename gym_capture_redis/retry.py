@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from gym_capture_redis.faults import is_redirection
+from gym_capture_redis.faults import NotSettledError, is_redirection
 
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 1.0
@@ -33,6 +33,8 @@ class Backoff:
         self.last = error
         if at_once:
             return 0.0
+        if isinstance(error, NotSettledError):
+            return error.left_s
         pause_s = random.uniform(0, self._longest_pause_s)  # noqa: S311 - jitter
         self._longest_pause_s = min(2 * self._longest_pause_s, _LONGEST_PAUSE_S)
         return pause_s

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from redis.exceptions import ResponseError
 
@@ -58,11 +58,14 @@ class Step(Enum):
     PEEK = ("peek", "allow-oom")
     RETIRE = ("retire", "allow-oom")
     DELETE = ("delete", "allow-oom")
+    VERIFY = ("verify", "allow-oom")
 
     @cache
-    def source(self, dialect: Dialect) -> bytes:
-        """Lua source."""
+    def source(self, dialect: Dialect, *, healing: bool = False) -> bytes:
+        """Lua source; ``healing`` puts back steps that were acknowledged before, at the memory limit too."""
         name, flags = self.value
+        if healing:
+            flags = "allow-oom"
         folder = resources.files("gym_capture_redis") / "lua"
         parts = [
             "#!lua" + (f" flags={flags}" if flags else "") if dialect.flagged else f"-- {name}",
@@ -72,8 +75,11 @@ class Step(Enum):
             "local function step()",
             (folder / f"{name}.lua").read_text("utf-8"),
             "end",
-            (folder / "_each.lua").read_text("utf-8"),
         ]
+        if healing:
+            kind, named = _TRACES[self]
+            parts.append(f"local KIND, NAMED = '{kind}', {named}")
+        parts.append((folder / ("_heal.lua" if healing else "_each.lua")).read_text("utf-8"))
         return "\n".join(parts).encode()
 
     @property
@@ -82,14 +88,34 @@ class Step(Enum):
         return self not in (Step.PEEK, Step.READ)
 
     @property
+    def can_be_lost(self) -> bool:
+        """Whether it adds something to a rollout that a forgetful server must get back."""
+        return self in _TRACES
+
+    @property
+    def needs_settled_server(self) -> bool:
+        """Whether it must wait while workers may be putting back what the server forgot."""
+        return self in (Step.FREEZE, Step.DROP)
+
+    @property
     def is_short(self) -> bool:
         """Whether one call of the script may hold many of these steps: their work is small and bounded."""
         return self not in (Step.FREEZE, Step.READ)
 
     @cache
-    def sha1(self, dialect: Dialect) -> str:
+    def sha1(self, dialect: Dialect, *, healing: bool = False) -> str:
         """The name under which EVALSHA finds the script."""
-        return hashlib.sha1(self.source(dialect), usedforsecurity=False).hexdigest()
+        return hashlib.sha1(self.source(dialect, healing=healing), usedforsecurity=False).hexdigest()
+
+
+_TRACES = {
+    Step.BEGIN: ("n:", 2),
+    Step.STAGE: ("p:", 2),
+    Step.PUT: ("r:", 2),
+    Step.REFUSE: ("x:", 3),
+    Step.MARK: ("f:", 3),
+}
+"""How a trace of the step begins, and which of its arguments names the call (or the part)."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +127,8 @@ class Call:
     args: tuple[Argument, ...]
     reply_bytes: int = 0
     """About how much it may be answered with, if that is much."""
+    healing: bool = False
+    """Whether it puts the step back."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -113,8 +141,12 @@ def command(calls: Sequence[Call], dialect: Dialect, *, by_source: bool) -> tupl
 
     EVALSHA, or EVAL with the whole source for a server that does not know the script yet.
     """
-    step = calls[0].step
-    words: list[Argument] = ["EVAL", step.source(dialect)] if by_source else ["EVALSHA", step.sha1(dialect)]
+    step, healing = calls[0].step, calls[0].healing
+    words: list[Argument] = (
+        ["EVAL", step.source(dialect, healing=healing)]
+        if by_source
+        else ["EVALSHA", step.sha1(dialect, healing=healing)]
+    )
     words.append(len(calls))
     words.extend(call.key for call in calls)
     for call in calls:
@@ -178,6 +210,11 @@ class Row(NamedTuple):
     block_names: bytes
     """Names of the blocks that the step brought, 16 bytes each."""
     blocks: tuple[bytes | None, ...]
+
+    @property
+    def missing_seq(self) -> int | None:
+        """Number of the step, if nothing of it is there."""
+        return int(self.value or 0) if self.field is None else None
 
     @classmethod
     def parse(cls, raw: Sequence[Any]) -> Row:
@@ -287,9 +324,17 @@ def stage(key: bytes, name: bytes, part: bytes, *, incarnation: str) -> Call:
     return Call(Step.STAGE, key, (incarnation, name, part))
 
 
-def mark(key: bytes, model_call_id: str, *, new_incarnation: str, incarnation: str) -> Call:
+def mark(
+    key: bytes,
+    model_call_id: str,
+    *,
+    new_incarnation: str,
+    incarnation: str,
+    mark_id: str,
+    reason: Literal["marked", "lost"] = "marked",
+) -> Call:
     """``lua/mark.lua``."""
-    return Call(Step.MARK, key, (new_incarnation, incarnation, model_call_id))
+    return Call(Step.MARK, key, (new_incarnation, incarnation, model_call_id, reason, mark_id))
 
 
 def refuse(
@@ -327,3 +372,13 @@ def retire(key: bytes, *, incarnation: str, new_incarnation: str, tombstone_ttl_
 def delete(key: bytes, *, incarnation: str) -> Call:
     """``lua/delete.lua``."""
     return Call(Step.DELETE, key, (incarnation,))
+
+
+def verify(key: bytes, *, new_incarnation: str, incarnation: str, seq: int) -> Call:
+    """``lua/verify.lua``."""
+    return Call(Step.VERIFY, key, (new_incarnation, incarnation, seq))
+
+
+def heal(call: Call, *, seq: int, incarnation: str, new_incarnation: str) -> Call:
+    """``lua/_heal.lua``: put the step of ``call`` back, whose number was ``seq`` (0: not known)."""
+    return replace(call, args=(seq, incarnation, new_incarnation, *call.args), healing=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -44,6 +45,9 @@ class ServerFacts:
     still_starting: str
     """Why nothing can be said yet: the data is being loaded, or the first append-only file written."""
     is_primary: bool = True
+    uptime_s: float = 0.0
+    was_promoted: bool = False
+    """Whether it went on with the data of another server."""
     is_valkey: bool = False
     pauses_fsync: bool = False
     """Whether it leaves out its fsyncs while it rewrites the append-only file."""
@@ -66,6 +70,8 @@ class ServerFacts:
             appendfsync=None if config is None else config.get("appendfsync"),
             still_starting=_still_starting(fields),
             is_primary=fields.get("role") != "slave",
+            uptime_s=float(fields.get("uptime_in_seconds", 0)),
+            was_promoted=bool(fields.get("master_replid2", "").strip("0")),
             is_valkey=fields.get("server_name") == "valkey",
             pauses_fsync=config is not None and config.get("no-appendfsync-on-rewrite") == "yes",
             connected_replicas=int(fields.get("connected_slaves", 0)),
@@ -165,3 +171,31 @@ def warnings_about(facts: ServerFacts, *, topology: Topology, replicas: int) -> 
             "refused; raise `maxmemory`, or let the trainer drop what it has consumed"
         )
     return told
+
+
+class ServersSeen:
+    """The servers that a process has met, and when each has had time to get back what it forgot."""
+
+    def __init__(self) -> None:
+        self._newest: dict[Hashable, str] = {}
+        self._met_at_s: dict[str, float] = {}
+        self._followers: set[str] = set()
+
+    def meet(self, place: Hashable, facts: ServerFacts, *, settle_s: float) -> float:
+        """Note a server that was found at ``place``, and say when it is settled, in ``time.monotonic``.
+
+        One that was started or promoted a moment ago may lack its newest steps, and the workers that know of
+        them need ``settle_s`` to put them back.
+        """
+        now_s = time.monotonic()
+        before, self._newest[place] = self._newest.get(place), facts.run_id
+        met_at_s = self._met_at_s.setdefault(facts.run_id, now_s)
+        # Its own clock does not count where it ran as a replica, or loaded its data, for a part of the time.
+        if facts.was_promoted or before not in (None, facts.run_id):
+            self._followers.add(facts.run_id)
+        age_s = now_s - met_at_s
+        return now_s + settle_s - (age_s if facts.run_id in self._followers else max(age_s, facts.uptime_s))
+
+    def meet_starting(self, place: Hashable) -> None:
+        """Note that the server at ``place`` is still loading its data."""
+        self._newest[place] = ""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from gym_capture_redis.errors import CaptureError, ConfigurationError
 from gym_capture_redis.keys import validate_namespace
@@ -25,6 +26,19 @@ _FORBID_EXTRA = ConfigDict(extra="forbid", frozen=True)
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=1)]
+
+
+def _absolute(value: Any) -> Any:
+    """The path as it is meant now: the process may change its working directory."""
+    if not isinstance(value, str | os.PathLike):
+        return value
+    path = os.fspath(value)
+    if not path or not isinstance(path, str) or "\0" in path:
+        raise ValueError("it is not the path of a directory")
+    return Path(os.path.abspath(path))  # noqa: PTH100 - without resolving links: that would be I/O
+
+
+SpillPath = Annotated[Path, BeforeValidator(_absolute)]
 
 
 class TlsSettings(BaseModel):
@@ -70,6 +84,10 @@ class ConnectionSettings(BaseModel):
     replicas: int = Field(default=0, ge=0, le=64)
     """How many replicas, too, must have each step before it returns (``WAIT``): it narrows what a failover
     can lose, and does not rule it out."""
+    settle_s: Seconds = 5.0
+    """How long workers get to put back what a server forgot that was started or promoted a moment ago: a sink
+    keeps its newest steps for so long, and a source waits for so long before it freezes. The same for all,
+    and less than ``timeout_s``."""
     assume_appendfsync: Literal["everysec", "always"] | None = None
     """What ``appendfsync`` is, where the server forbids CONFIG and it cannot be asked."""
 
@@ -122,6 +140,17 @@ class SinkSettings(ConnectionSettings):
     """Largest encoded record with its tokens; Redis itself refuses 512 MiB and more."""
     prefix_cache_bytes: int = Field(default=256 * 2**20, ge=0)
     """Memory for the prompts of the newest rollouts, which spares hashing and sending them again."""
+    max_recent_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Memory for the steps of the last ``settle_s``, to be put back if the server forgets them."""
+    spill_dir: SpillPath | None = None
+    """Directory for marks that could not be made in Redis, until they can; None: they fail."""
+
+    @property
+    def server_may_forget(self) -> bool:
+        """Whether a server that keeps its promise may come back without acknowledged steps."""
+        if self.url.scheme == "fakeredis":
+            return False
+        return self.durability != "fsync" or self.url.topology != "standalone"
 
 
 class SourceSettings(ConnectionSettings):

@@ -10,11 +10,15 @@ from typing import Any
 from gym_capture_redis import codec, scripts, taking
 from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.block_cache import BlockCache
-from gym_capture_redis.endpoint import Endpoint, new_incarnation, raise_refusal
+from gym_capture_redis.endpoint import Endpoint, raise_refusal
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.executor import Executor
-from gym_capture_redis.keys import validate_call_id, validate_refusal_code
+from gym_capture_redis.healing import Healer
+from gym_capture_redis.keys import new_incarnation, new_mark_id, validate_call_id, validate_refusal_code
+from gym_capture_redis.marks import Mark, Target
+from gym_capture_redis.replay import Replay, keep, make_mark, new_mark
 from gym_capture_redis.settings import SinkSettings
+from gym_capture_redis.spill import Spill, log_lost
 from gym_capture_redis.subject import Subject
 
 logger = logging.getLogger(__name__)
@@ -38,9 +42,13 @@ class RedisTokenSink(Endpoint[SinkSettings]):
     """
 
     def __init__(self, url: str | None = None, *, namespace: str = "default", **settings: Any) -> None:
-        super().__init__(SinkSettings.build(url, namespace, settings))
+        built = SinkSettings.build(url, namespace, settings)
         self._attempts = AttemptMemory()
+        super().__init__(built, Healer(built, self._attempts) if built.server_may_forget else None)
         self._blocks = BlockCache(self._settings.prefix_cache_bytes)
+        self._target = Target.of(self._settings)
+        self._spill = Spill(self._settings.spill_dir) if self._settings.spill_dir else None
+        self._replays: dict[asyncio.AbstractEventLoop, Replay] = {}
 
     async def put(self, entry: Any) -> None:
         """Store the record of one model call; on return it is durable and visible to every reader.
@@ -75,7 +83,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
         self._blocks.remember(rollout_id, attempt.incarnation, encoded.sequence)
-        await self._mark_if_lost(executor, key, subject, reply, deadline)
+        await self._mark_if_lost(executor, subject, reply, deadline)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a model call, durably, before it is sent to the engine.
@@ -97,34 +105,37 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             raise_refusal(reply, subject)
         self._blocks.learn(rollout_id, reply.incarnation, scripts.chain_ends(reply))
         self._attempts.announce(rollout_id, model_call_id, reply)
-        await self._mark_if_lost(executor, key, subject, reply, deadline)
+        await self._mark_if_lost(executor, subject, reply, deadline)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         """Record, durably, that the rollout lost a call; works after freeze and at the memory limit.
 
+        With a ``spill_dir`` a mark that cannot be made now is made later: it is on disk when this returns.
+
         Raises:
             InvalidIdentifierError: a malformed id; nothing was sent.
             TokenCaptureRetiredError: the attempt was retired, deleted or has expired.
-            BackendUnavailableError: not confirmed in time; an intent of the call still tells.
+            CaptureError: why it could not be made, if it could not be spilled either, which is logged as an
+                error; an intent of the call still tells.
 
         """
-        key, subject = self._address(rollout_id, model_call_id, allow_empty=True)
+        _, subject = self._address(rollout_id, model_call_id, allow_empty=True)
         executor = self._executors.get()
-        deadline = executor.deadline()
         announced = self._announcement(subject)
-        incarnation = announced.incarnation if announced else ""
-        call = scripts.mark(key, model_call_id, new_incarnation=new_incarnation(), incarnation=incarnation)
-        reply = await executor.run(call, subject, deadline=deadline, urgent=True)
-        if (
-            reply.code == "RETIRED"
-            and announced
-            and (announced.run_id != reply.run_id or self._attempts.has_moved_on(rollout_id, announced))
-        ):
-            # Another server answers now: it need not know the attempt, and what it forgot must show. Or the
-            # call may be one of the attempt that this process works on by now: rather one mark too many.
-            call = scripts.mark(key, model_call_id, new_incarnation=new_incarnation(), incarnation="")
-            reply = await executor.run(call, subject, deadline=deadline, urgent=True)
-        if reply.code != "OK":
+        mark = new_mark(self._target, rollout_id, model_call_id, announced)
+
+        def has_moved_on() -> bool:
+            return announced is not None and self._attempts.has_moved_on(rollout_id, announced)
+
+        try:
+            reply = await make_mark(executor, mark, deadline=executor.deadline(), has_moved_on=has_moved_on)
+        except (Exception, asyncio.CancelledError) as error:
+            # A caller that leaves is no reason to lose the mark: nobody will make it again.
+            later = mark._replace(incarnation="") if has_moved_on() else mark
+            if await self._keep(later, error) and isinstance(error, Exception):
+                return
+            raise
+        if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
         self._attempts.note(rollout_id, reply)
 
@@ -159,10 +170,49 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         reply = await executor.run(call, subject, deadline=deadline, urgent=True)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
-        await self._mark_if_lost(executor, key, subject, reply, deadline)
+        await self._mark_if_lost(executor, subject, reply, deadline)
+
+    async def close(self) -> None:
+        """Release the connections of the running event loop. Idempotent.
+
+        Nothing acknowledged is ever pending, and spilled marks stay in their directory. A later call opens
+        new connections, so that a record that comes late is stored rather than lost.
+        """
+        replay = self._replays.pop(asyncio.get_running_loop(), None)
+        if replay is not None:
+            await replay.stop()
+        await super().close()
+
+    def _make_executor(self) -> Executor:
+        executor = super()._make_executor()
+        if self._spill is not None:
+            for loop in [loop for loop in list(self._replays) if loop.is_closed()]:
+                self._replays.pop(loop, None)
+            replay = Replay(executor, self._spill, self._target)
+            self._replays[asyncio.get_running_loop()] = replay
+            replay.wake()
+        return executor
+
+    async def _keep(self, mark: Mark, error: BaseException) -> bool:
+        """Spill a mark that could not be made because of ``error``. False: so did that, and it was logged."""
+        why = str(error) or type(error).__name__
+        if self._spill is None:
+            if isinstance(error, Exception):  # else its caller left, and the step ends or not on its own
+                log_lost(mark, f"{why}; there is no spill_dir")
+            return False
+        if not await keep(self._spill, mark, self._replays.get(asyncio.get_running_loop())):
+            return False
+        logger.warning(
+            "Rollout %s, model call %r: lost. It is marked in %s until it can be in Redis (%s).",
+            mark.rollout_id,
+            mark.model_call_id,
+            self._spill.path,
+            why,
+        )
+        return True
 
     async def _mark_if_lost(
-        self, executor: Executor, key: bytes, subject: Subject, reply: scripts.Reply, deadline: float
+        self, executor: Executor, subject: Subject, reply: scripts.Reply, deadline: float
     ) -> None:
         """Mark the rollout if the server came back without steps that it had acknowledged to this sink."""
         if self._attempts.has_lost(subject.rollout_id, reply):
@@ -172,10 +222,12 @@ class RedisTokenSink(Endpoint[SinkSettings]):
                 subject.rollout_id,
             )
             call = scripts.mark(
-                key,
-                subject.model_call_id or "",
+                self._key(subject.rollout_id),
+                "",
                 new_incarnation=new_incarnation(),
                 incarnation=reply.incarnation,
+                reason="lost",
+                mark_id=new_mark_id(),
             )
             await executor.run(call, subject, deadline=deadline, urgent=True)
         self._attempts.note(subject.rollout_id, reply)

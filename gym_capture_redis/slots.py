@@ -33,6 +33,10 @@ class SlotMap:
         """The primary of the key's slot. None where the map must be asked for first."""
         return None if self._stale else self._slots[key_slot(key)]
 
+    def holds(self, address: Address, key: bytes) -> bool:
+        """Whether the key's slot is there by the newest map, which may be an old one."""
+        return self._slots[key_slot(key)] == address
+
     def addresses(self) -> set[Address | None]:
         """All that hold slots."""
         return set(self._slots)

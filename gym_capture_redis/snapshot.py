@@ -6,6 +6,7 @@ incomplete (design, "Reading").
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,8 +20,12 @@ from gym_capture_redis.scripts import Chunk, Frozen, Row
 
 _FAILURE_CODES = {
     b"marked": (IncompleteCode.MARKED, "reported as lost by its worker"),
+    b"lost": (IncompleteCode.LOST_STEPS, "acknowledged, then lost by the server: noticed"),
     b"conflict": (IncompleteCode.CONFLICT, "reported in two ways that exclude each other"),
 }
+
+_MOST_LOST_STEPS = 10_000
+"""How many missing steps are looked past: a damaged number must come to an end."""
 
 
 class SnapshotAssembly:
@@ -43,12 +48,14 @@ class SnapshotAssembly:
         self._fields: set[bytes] = set()
         self._open_calls: list[str] = []
         self._corrupt_calls: set[str] = set()
-        self._unusable_blocks = 0
+        self._lost_steps: list[int] = []
+        self._orphans: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        self._unusable_parts = 0
 
     @property
     def last_seq(self) -> int:
-        """Number of the newest step there can be: each has a field, so a damaged number ends there too."""
-        return min(self._frozen.reply.seq, self._frozen.facts.hash_fields)
+        """Number of the newest step there can be: each has a field, unless the server lost it."""
+        return min(self._frozen.reply.seq, self._frozen.facts.hash_fields + _MOST_LOST_STEPS)
 
     def add(self, chunk: Chunk) -> None:
         """Take and check what one reply brought."""
@@ -86,12 +93,17 @@ class SnapshotAssembly:
         )
 
     def _add_row(self, row: Row) -> None:
-        self._add_blocks(row)
-        if row.field == PART:
+        if row.missing_seq is not None:
+            self._lost_steps.append(row.missing_seq)
             return
+        self._add_blocks(row)
+        if row.field != PART:
+            self._add_content(row)
+
+    def _add_content(self, row: Row) -> None:
         kind, call = _split(row.field)
         if kind is None or call is None:
-            self._incomplete(IncompleteCode.TAMPERED, "", "the trace of a step is missing or unreadable")
+            self._incomplete(IncompleteCode.TAMPERED, "", "the trace of a step is unreadable")
             return
         if row.field in self._fields:
             return  # a call may be marked several times, and an intent repeated
@@ -126,13 +138,28 @@ class SnapshotAssembly:
             self._tree.add_tail(parsed.end, parsed.tail)
 
     def _add_blocks(self, row: Row) -> None:
-        add = self._parts.add if row.field == PART else self._tree.add_block
+        add = self._add_part if row.field == PART else self._add_block
         for number, value in enumerate(row.blocks):
             name = row.block_names[number * NAME_BYTES : (number + 1) * NAME_BYTES]
+            add(name, value or b"")
+
+    def _add_part(self, name: bytes, content: bytes) -> None:
+        try:
+            self._parts.add(name, content)
+        except ValueError:
+            self._unusable_parts += 1
+
+    def _add_block(self, name: bytes, value: bytes) -> None:
+        """Add a block and those that wait for it: a step that was put back late may bring their parent."""
+        blocks = [(name, value)]
+        while blocks:
+            name, value = blocks.pop()
             try:
-                add(name, value or b"")
+                self._tree.add_block(name, value)
             except ValueError:
-                self._unusable_blocks += 1  # one that is gone takes all after it along
+                self._orphans.setdefault(value[:NAME_BYTES], []).append((name, value))
+            else:
+                blocks += self._orphans.pop(name, ())
 
     def _build_entries(self) -> None:
         for call, parsed in self._parsed.items():
@@ -148,7 +175,8 @@ class SnapshotAssembly:
         self._incomplete(IncompleteCode.CORRUPT, call, str(error))
 
     def _add_failure(self, call: str, value: bytes) -> None:
-        when, _, reason = value.partition(b" ")
+        when, _, rest = value.partition(b" ")
+        reason, _, _mark_ids = rest.partition(b" ")
         code, text = _FAILURE_CODES.get(reason, (IncompleteCode.TAMPERED, "an unreadable failure"))
         self._incomplete(code, call, f"{text} {_at(when)}".rstrip())
 
@@ -164,7 +192,10 @@ class SnapshotAssembly:
 
     def _check_counts(self) -> None:
         facts = self._frozen.facts
-        expected = facts.expected_hash_fields(self._frozen.reply.seq)
+        expected = facts.expected_hash_fields(self._frozen.reply.seq) - len(self._lost_steps)
+        if self._lost_steps:
+            numbers = _ranges(self._lost_steps)
+            self._incomplete(IncompleteCode.LOST_STEPS, "", f"the server lost its steps {numbers}")
         if facts.hash_fields != expected:
             self._tampered(f"the hash has {facts.hash_fields} fields instead of {expected}")
         wanted = {
@@ -173,8 +204,9 @@ class SnapshotAssembly:
             FAILURE: facts.failures,
             REFUSAL: facts.refusals,
         }
-        if self._unusable_blocks:
-            self._tampered(f"{self._unusable_blocks} token blocks or parts are missing, damaged or cut off")
+        unusable = self._unusable_parts + sum(map(len, self._orphans.values()))
+        if unusable:
+            self._tampered(f"{unusable} token blocks or parts are missing, damaged or cut off")
         blocks = len(self._tree) + len(self._parts)
         if blocks != facts.blocks:
             self._tampered(f"{blocks} token blocks and parts were found instead of {facts.blocks}")
@@ -191,6 +223,15 @@ class SnapshotAssembly:
 
     def _incomplete(self, code: IncompleteCode, call: str, detail: str) -> None:
         self._reasons.append(IncompleteReason(code, call, detail))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short, with ranges."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        first = ranges.pop()[0] if ranges and ranges[-1][1] == number - 1 else number
+        ranges.append((first, number))
+    return ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in ranges)  # noqa: RUF001
 
 
 def _split(field: bytes | None) -> tuple[bytes, str] | tuple[None, None]:

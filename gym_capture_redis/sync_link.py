@@ -74,8 +74,8 @@ class SyncLink:
         self._line = _Line(_new_connection(settings, self._server, db=settings.url.db, **user_of(settings)))
         try:
             self._line.open(deadline)
-            facts = read_facts(*[self._line.ask(words) for words in QUESTIONS])
-            self._terms = agree(facts, settings)
+            facts = read_facts(self._server, *[self._line.ask(words) for words in QUESTIONS])
+            self._terms = agree(facts, settings, self._server)
         except BaseException:
             self.close()
             raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Protocol
 
 from gym_capture_redis.cluster import Cluster
-from gym_capture_redis.connection import EmbeddedLease, Link, follow
+from gym_capture_redis.connection import Connected, EmbeddedLease, Link, follow, prepare
 from gym_capture_redis.node import Node
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
@@ -37,8 +38,9 @@ class Topology(Protocol):
 class OneServer:
     """All rollouts are on one server; behind sentinels it is whichever is the primary now."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ConnectionSettings, connected: Connected) -> None:
         self._settings = settings
+        self._connected = connected
         self._embedded = EmbeddedLease(settings)
         self._sentinels = Sentinels(settings)
         self._node = Node(settings, self._open_link)
@@ -59,9 +61,9 @@ class OneServer:
         await asyncio.to_thread(self._embedded.stop)
 
     async def _open_link(self) -> Link:
-        link = Link(self._settings, await self._place())
-        await link.connect()
-        return link
+        place = await self._place()
+        link = Link(self._settings, place, began_empty=self._embedded.began_empty)
+        return await prepare(link, partial(self._connected, link, lambda _: True))
 
     async def _place(self) -> Address | str:
         url = self._settings.url
@@ -72,6 +74,7 @@ class OneServer:
         return url.path if url.scheme == "unix" else url.addresses[0]
 
 
-def new_topology(settings: ConnectionSettings) -> Topology:
-    """The topology that the URL names."""
-    return Cluster(settings) if settings.url.topology == "cluster" else OneServer(settings)
+def new_topology(settings: ConnectionSettings, connected: Connected) -> Topology:
+    """The topology that the URL names. ``connected`` is awaited before a new connection is used."""
+    kind = Cluster if settings.url.topology == "cluster" else OneServer
+    return kind(settings, connected)

@@ -21,6 +21,7 @@ from gym_capture_redis.server_check import (
     CONFIG_NAMES,
     Confirming,
     ServerFacts,
+    ServersSeen,
     check_server,
     confirming_commands,
     warnings_about,
@@ -34,6 +35,7 @@ QUESTIONS: tuple[tuple[str, ...], ...] = (("INFO",), ("CONFIG", "GET", *CONFIG_N
 """What a server is asked on every new connection."""
 
 _FAKE_SERVERS: dict[str, Any] = {}
+_SEEN = ServersSeen()
 _WARNED: set[tuple[str, str]] = set()
 
 
@@ -43,10 +45,14 @@ class Terms(NamedTuple):
     run_id: str
     dialect: Dialect
     confirming: tuple[Confirming, ...] = ()
+    settles_at_s: float = 0.0
+    """Until when it may be getting back what it forgot, in ``time.monotonic``."""
 
 
-def read_facts(info: bytes | ResponseError, config: list[bytes] | ResponseError) -> ServerFacts:
-    """What the server said to ``QUESTIONS``.
+def read_facts(
+    place: Address | str, info: bytes | ResponseError, config: list[bytes] | ResponseError
+) -> ServerFacts:
+    """What the server at ``place`` said to ``QUESTIONS``.
 
     Raises:
         redis.exceptions.RedisError: it cannot say yet, will not, or is no primary.
@@ -60,13 +66,16 @@ def read_facts(info: bytes | ResponseError, config: list[bytes] | ResponseError)
         pairs = dict(zip(words[::2], words[1::2], strict=True))
     facts = ServerFacts.parse(info, pairs)
     if facts.still_starting:
+        _SEEN.meet_starting(place)
         raise BusyLoadingError(facts.still_starting)
     if not facts.is_primary:  # demoted, or not promoted yet
         raise RedisConnectionError("it is a replica")
     return facts
 
 
-def agree(facts: ServerFacts, settings: ConnectionSettings) -> Terms:
+def agree(
+    facts: ServerFacts, settings: ConnectionSettings, place: Address | str, *, began_empty: bool = False
+) -> Terms:
     """Refuse a server that cannot keep the promise, and warn of what is not safe, once for each process.
 
     Raises:
@@ -85,7 +94,8 @@ def agree(facts: ServerFacts, settings: ConnectionSettings) -> Terms:
             _WARNED.add((server, warning))
             logger.warning("%s: %s", server, warning)
     confirming = tuple(confirming_commands(facts, settings))
-    return Terms(facts.run_id, Dialect(confirmed=bool(confirming)), confirming)
+    settles_at_s = 0.0 if began_empty else _SEEN.meet(place, facts, settle_s=settings.settle_s)
+    return Terms(facts.run_id, Dialect(confirmed=bool(confirming)), confirming, settles_at_s)
 
 
 class Pipeline:

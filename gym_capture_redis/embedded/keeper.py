@@ -13,10 +13,11 @@ therefore free exactly when neither runs: two servers never write to one directo
 
 What the keeper sends, one JSON object per line:
 
-    ``{"keeper": pid, "server": pid}``  to every new connection: it is counted
-    ``{"busy": true}``                  to the first one only: the lock is held, this keeper gives up
-    ``{"error": text}``                 to the first one only: the server could not be started
-    ``{"users": n}``                    to a connection that sent ``w``: it only watches, and n users remain
+    ``{"keeper": pid, "server": pid, "began_empty": bool}``
+                        to every new connection: it is counted; the server began without data, or with some
+    ``{"busy": true}``  to the first one only: the lock is held, this keeper gives up
+    ``{"error": text}`` to the first one only: the server could not be started
+    ``{"users": n}``    to a connection that sent ``w``: it only watches, and n users remain
 
 and the end of the stream when the keeper is gone.
 """
@@ -39,6 +40,7 @@ from typing import Any
 
 LOCK_NAME = "server.lock"
 LOG_NAME = "server.log"
+DATA_NAME = "appendonlydir"
 # What the running server was started with; left behind only by a server that was not stopped in order.
 STATE_NAME = "server.json"
 
@@ -86,6 +88,7 @@ class Keeper:
         # Listening comes before the server: one that answers while no keeper listens is an orphan.
         self._listener = self._listen()
         write_state(self._directory, request["state"])
+        self._began_empty = not (self._directory / DATA_NAME).exists()
         self._server = self._spawn_server(request["binary"], request["config"])
         self._welcome(first_user)
 
@@ -149,7 +152,7 @@ class Keeper:
         user.setblocking(False)
         self._users.add(user)
         self._selector.register(user, selectors.EVENT_READ, self._hear)
-        _send(user, {"keeper": os.getpid(), "server": self._server.pid})
+        _send(user, {"keeper": os.getpid(), "server": self._server.pid, "began_empty": self._began_empty})
 
     def _in_use(self) -> bool:
         if not self._users:

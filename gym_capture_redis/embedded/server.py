@@ -100,6 +100,11 @@ class EmbeddedServer:
         """``unix://`` and the percent-encoded ``socket_path``. ConfigurationError before ``start``."""
         return f"unix://{quote(os.fsencode(self.socket_path))}"
 
+    @property
+    def began_empty(self) -> bool:
+        """Whether the server that this object uses was started without any data: it has forgotten nothing."""
+        return self._connection is not None and self._connection.began_empty
+
     def start(self) -> None:
         """Return when the server answers and stays up for this object, starting it if it does not run.
 
@@ -273,6 +278,7 @@ class _Connection:
     keeper_pid: int
     server_pid: int
     log_offset: int | None
+    began_empty: bool
 
     def close(self) -> None:
         self.socket.close()
@@ -342,7 +348,9 @@ def _greeted(connected: socket.socket, place: Place, log_offset: int | None = No
         connected.close()
         raise
     if greeting is not None and "server" in greeting:
-        return _Connection(connected, place, greeting["keeper"], greeting["server"], log_offset)
+        return _Connection(
+            connected, place, greeting["keeper"], greeting["server"], log_offset, greeting["began_empty"]
+        )
     connected.close()
     if greeting is None and log_offset is not None:
         raise _ended_at_once(place.directory, log_offset)

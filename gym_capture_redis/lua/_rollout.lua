@@ -11,6 +11,7 @@ local STATE_FORM = '^(%d+) ([%w-]+) (%l+) ([%w-]*) (%d+) (%d+) (%d+) (%d+) (%d+)
 local NO_BLOCK = string.rep('\0', 16) -- in place of a block's name
 local DIGEST_END = 33 -- where the digest ends in a call's row; it tells the content, what follows the bytes
 local MOST_STATE_BYTES = 400 -- of all words but the ends
+local MOST_MARK_IDS = 32 -- that a failure keeps, each of 16 digits and a space
 local MOST_DIGITS = 15 -- of a number that Lua counts exactly
 local MOST_ARGUMENTS = 4000 -- of one command, names with their values: Lua has room for about 8,000
 
@@ -97,19 +98,31 @@ local function reply(code, state, ...)
 end
 
 -- Writes the failure of a call, as one step. The first reason stays: a put that met a conflict is
--- followed by a mark of the same call, which knows less.
-local function mark_failure(state, call, failure_code)
+-- followed by a mark of the same call, which knows less. The ids of the marks follow it, the newest ones.
+local function mark_failure(state, call, failure_code, mark_id)
   local field = 'f:' .. call
   local trace = next_step(state)
   state.version = state.version + 1
-  if redis.call('HEXISTS', key, field) == 1 then
-    write(state, trace, '0:' .. field)
-  else
+  local failure = redis.call('HGET', key, field)
+  if not failure then
     local now = redis.call('TIME')
-    local failed_ms = now[1] * 1000 + math.floor(now[2] / 1000)
     state.failures = state.failures + 1
-    write(state, trace, '0:' .. field, field, string.format('%.0f ', failed_ms) .. failure_code)
+    failure = string.format('%.0f ', now[1] * 1000 + math.floor(now[2] / 1000)) .. failure_code
   end
+  local reason, mark_ids = string.match(failure, '^(%d+ %l+)(.*)$')
+  if mark_id and reason then failure = reason .. string.sub(mark_ids .. ' ' .. mark_id, -17 * MOST_MARK_IDS) end
+  write(state, trace, '0:' .. field, field, failure)
+end
+
+-- Marks a rollout that lacks what another server acknowledged, or that this one does not know at all; then the
+-- mark stays for a day, as the rollout may have been consumed long ago. Once is enough for the rollout as a whole.
+local function mark_lost_rollout(state, new_incarnation)
+  if state and redis.call('HEXISTS', key, 'f:') == 1 then return reply('LOST', state) end
+  local begins = not state
+  state = state or new_state(new_incarnation)
+  mark_failure(state, '', 'lost')
+  if begins then redis.call('EXPIRE', key, 86400) end
+  return reply('LOST', state)
 end
 
 -- Names of chain ends without this one.
@@ -156,7 +169,8 @@ end
 
 -- Appends what the steps from number `from` on wrote to `rows`, up to about max_bytes and 1,000 steps:
 -- {what the step wrote (kind and call), its value, the call's row (for a record), names of the blocks it
--- brought, the blocks}; of a stage, kind and value are 'p:' and nothing. An intent that is settled by now says
+-- brought, the blocks}; of a stage, kind and value are 'p:' and nothing; of a step that is not there, nothing and
+-- its number. An intent that is settled by now says
 -- nothing, and is left out. Returns the number to go on from.
 local function collect_rows(state, from, max_bytes, rows)
   local traces = {}
@@ -166,6 +180,7 @@ local function collect_rows(state, from, max_bytes, rows)
   while at <= #traces and (bytes < max_bytes or at == 1) do
     local field, names = read_trace(traces[at])
     local row, settled = {field, false, false, names or '', {}}, false
+    if not field then row[2] = string.format('%d', from + at - 1) end
     if names then
       local kind, call = string.sub(field, 1, 2), string.sub(field, 3)
       if kind == 'r:' and bytes > 0 then

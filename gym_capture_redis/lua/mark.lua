@@ -2,13 +2,17 @@
 -- 1  incarnation to give the rollout if it is new
 -- 2  incarnation of the attempt that lost the call, or '' for whichever is there
 -- 3  call, or '' for the rollout as a whole
--- Reply    OK | RETIRED (also: another attempt)
--- Repeat   safe: marked all the same, at a higher version
+-- 4  reason: marked (by its worker), lost (by the server, after it was acknowledged)
+-- 5  id of the mark, 16 hex digits: whoever makes the same mark again says the same id
+-- Reply    OK | SAME (this very mark was made already) | RETIRED (also: another attempt)
+-- Repeat   safe: SAME
 local state, err = load_state()
 if err then return err end
-local expected = arg(2)
+local expected, call, mark_id = arg(2), arg(3), arg(5)
 if state and state.status == 'retired' then return reply('RETIRED', state) end
 if expected ~= '' and (not state or state.incarnation ~= expected) then return reply('RETIRED', state) end
+local failure = state and redis.call('HGET', key, 'f:' .. call)
+if failure and string.find(failure, ' ' .. mark_id, 1, true) then return reply('SAME', state) end
 state = state or new_state(arg(1))
-mark_failure(state, arg(3), 'marked')
+mark_failure(state, call, arg(4), mark_id)
 return reply('OK', state)

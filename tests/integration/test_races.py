@@ -393,7 +393,7 @@ async def test_a_delayed_duplicate_of_a_step_does_not_touch_a_new_attempt(
             incarnation=old,
             first_block=0,
         ),
-        "mark": scripts.mark(key, "c0", new_incarnation="other", incarnation=old),
+        "mark": scripts.mark(key, "c0", new_incarnation="other", incarnation=old, mark_id="0" * 16),
         "refuse": scripts.refuse(
             key, "c9", new_incarnation="other", incarnation=old, code="x", details=b"\x80"
         ),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from support.forgetting import aof_size, come_back_empty, come_back_short, restart
 from support.sample_entries import sample_entry
 from support.servers import RealServer
 
@@ -22,6 +21,8 @@ from gym_capture_redis.source import RedisTokenSource
 
 PATIENCE_S = 30.0
 SETTINGS: dict[str, Any] = {"namespace": "run", "timeout_s": PATIENCE_S}
+SOURCE_SETTINGS = {**SETTINGS, "settle_s": 0.05}
+"""Does not wait for what may come back."""
 
 Step = Callable[[RedisTokenSink], Awaitable[None]]
 
@@ -33,21 +34,6 @@ def server(real_server: RealServer) -> Iterator[RealServer]:
         yield own
 
 
-def data_of(server: RealServer) -> Path:
-    return server.directory / "appendonlydir"
-
-
-def come_back_empty(server: RealServer) -> None:
-    server.kill()
-    shutil.rmtree(data_of(server))
-    server.start()
-
-
-def restart(server: RealServer) -> None:
-    server.kill()
-    server.start()
-
-
 async def capture(sink: RedisTokenSink, *calls: str, rollout: str = "r") -> None:
     for call in calls:
         await sink.begin_call(rollout, call)
@@ -55,7 +41,7 @@ async def capture(sink: RedisTokenSink, *calls: str, rollout: str = "r") -> None
 
 
 async def reasons(server: RealServer, rollout: str = "r") -> list[tuple[str, str]]:
-    async with RedisTokenSource(server.url, **SETTINGS) as source:
+    async with RedisTokenSource(server.url, **SOURCE_SETTINGS) as source:
         return [(reason.code, reason.model_call_id) for reason in (await source.freeze(rollout)).reasons]
 
 
@@ -83,11 +69,10 @@ async def test_a_server_that_comes_back_empty_makes_the_rollout_incomplete_at_th
         await capture(sink, "first", "second")
         await asyncio.to_thread(come_back_empty, server)
         await step(sink)
-    ((code, _),) = await reasons(server)
-    assert code == IncompleteCode.MARKED
+    assert await reasons(server) == [(IncompleteCode.LOST_STEPS, "")]
     (message,) = errors_in(caplog)
     assert "Rollout r" in message
-    assert "lacks steps that were acknowledged" in message
+    assert "came back without steps that were acknowledged" in message
 
 
 async def test_a_call_announced_before_the_loss_is_refused_and_can_be_marked(server: RealServer) -> None:
@@ -98,36 +83,13 @@ async def test_a_call_announced_before_the_loss_is_refused_and_can_be_marked(ser
         with pytest.raises(TokenCaptureRetiredError):
             await sink.put(sample_entry("r", "second"))
         await sink.mark_incomplete("r", "second")
-    assert await reasons(server) == [(IncompleteCode.MARKED, "second")]
+    assert sorted(await reasons(server)) == [
+        (IncompleteCode.LOST_STEPS, ""),
+        (IncompleteCode.MARKED, "second"),
+    ]
 
 
-def keep_a_copy(server: RealServer, older: Path) -> None:
-    server.kill()
-    shutil.copytree(data_of(server), older)
-    server.start()
-
-
-def come_back_older(server: RealServer, older: Path) -> None:
-    server.kill()
-    shutil.rmtree(data_of(server))
-    shutil.copytree(older, data_of(server))
-    server.start()
-
-
-@pytest.mark.parametrize("step", [begin_and_put, put_unannounced])
-async def test_the_loss_of_nothing_but_a_mark_is_found_out(
-    server: RealServer, tmp_path: Path, step: Step
-) -> None:
-    async with RedisTokenSink(server.url, **SETTINGS) as sink:
-        await capture(sink, "first")
-        await asyncio.to_thread(keep_a_copy, server, tmp_path / "older")
-        await sink.mark_incomplete("r", "second")
-        await asyncio.to_thread(come_back_older, server, tmp_path / "older")
-        await step(sink)
-    assert await reasons(server) == [(IncompleteCode.MARKED, "third")]
-
-
-async def test_a_loss_whose_mark_fails_is_marked_by_the_next_step(
+async def test_a_loss_that_cannot_be_marked_fails_the_next_step_and_is_marked_before_the_one_after(
     server: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unavailable(*_: object, **__: object) -> None:
@@ -137,38 +99,38 @@ async def test_a_loss_whose_mark_fails_is_marked_by_the_next_step(
         await capture(sink, "first")
         await asyncio.to_thread(come_back_empty, server)
         with monkeypatch.context() as broken:
-            broken.setattr(scripts, "mark", unavailable)
+            broken.setattr(scripts, "heal", unavailable)
             with pytest.raises(BackendUnavailableError):
                 await sink.begin_call("r", "second")
         await capture(sink, "second")
-    assert await reasons(server) == [(IncompleteCode.MARKED, "second")]
+    assert await reasons(server) == [(IncompleteCode.LOST_STEPS, "")]
 
 
-async def test_a_server_that_comes_back_with_older_data_is_found_out_too(
-    server: RealServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    async with RedisTokenSink(server.url, **SETTINGS) as sink:
-        await capture(sink, "first")
-        await asyncio.to_thread(keep_a_copy, server, tmp_path / "older")
-        await capture(sink, "second", "third")
-        assert errors_in(caplog) == []
-        await asyncio.to_thread(come_back_older, server, tmp_path / "older")
-        await sink.put(sample_entry("r", "fourth"))
-    assert await reasons(server) == [(IncompleteCode.MARKED, "fourth")]
-    assert len(errors_in(caplog)) == 1
-
-
-async def test_a_restart_that_loses_nothing_marks_nothing(
+async def test_steps_that_are_not_kept_any_more_are_noticed_by_their_number(
     server: RealServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with RedisTokenSink(server.url, **SETTINGS) as sink:
+    async with RedisTokenSink(server.url, **SETTINGS, max_recent_bytes=0) as sink:
         await capture(sink, "first")
-        await sink.begin_call("r", "second")
-        await asyncio.to_thread(restart, server)
-        await sink.put(sample_entry("r", "second"))
-        await capture(sink, "first", "third")
-    assert await reasons(server) == []
-    assert errors_in(caplog) == []
+        size = aof_size(server)
+        await capture(sink, "second")
+        await asyncio.to_thread(come_back_short, server, size)
+        await sink.put(sample_entry("r", "third"))
+    assert await reasons(server) == [(IncompleteCode.LOST_STEPS, "")]
+    assert errors_in(caplog) == []  # another worker may still put them back
+
+
+@pytest.mark.parametrize("late", [begin_and_put, put_unannounced])
+async def test_what_was_safe_long_ago_and_is_gone_all_the_same_is_marked_by_the_next_step(
+    server: RealServer, caplog: pytest.LogCaptureFixture, late: Step
+) -> None:
+    async with RedisTokenSink(server.url, **SETTINGS, settle_s=0.01) as sink:
+        await capture(sink, "first", "second")
+        await asyncio.sleep(0.02)
+        await sink.begin_call("other", "call")  # an answer that is later than settle_s
+        await asyncio.to_thread(come_back_empty, server)
+        await late(sink)
+    assert await reasons(server) == [(IncompleteCode.LOST_STEPS, "")]
+    assert any("Rollout r" in message for message in errors_in(caplog))
 
 
 @pytest.mark.parametrize("delete_first", [True, False])

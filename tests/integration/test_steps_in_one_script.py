@@ -132,7 +132,7 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
     Step.PUT: put_of,
     Step.STAGE: lambda key, _: scripts.stage(key, b"n" * 16, b"a part", incarnation=INCARNATION),
     Step.MARK: lambda key, _: scripts.mark(
-        key, "c", new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION
+        key, "c", new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION, mark_id="0" * 16
     ),
     Step.REFUSE: lambda key, rollout: scripts.refuse(
         key,
@@ -153,6 +153,9 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
     Step.READ: lambda key, _: scripts.read(key, incarnation=INCARNATION, version=1, from_seq=1, max_bytes=1),
     Step.DROP: lambda key, _: scripts.drop(
         key, snapshot_id=SNAPSHOT_ID.encode(), version=1, tombstone_ttl_s=TTL_S
+    ),
+    Step.VERIFY: lambda key, _: scripts.verify(
+        key, new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION, seq=9
     ),
 }
 

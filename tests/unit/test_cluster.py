@@ -43,9 +43,13 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return Nodes(monkeypatch)
 
 
+async def nothing_to_do(*_: object) -> None:
+    """What a connection needs that is never opened."""
+
+
 @pytest.fixture
 def cluster() -> Cluster:
-    return Cluster(SinkSettings.build("redis+cluster://a:1,b:2", "run", {}))
+    return Cluster(SinkSettings.build("redis+cluster://a:1,b:2", "run", {}), nothing_to_do)
 
 
 def slots(*primaries: tuple[bytes | None, int], first: int = 0) -> list[Any]:

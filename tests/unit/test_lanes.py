@@ -63,6 +63,7 @@ class Server:
 class Link:
     dialect = Dialect()
     run_id = "server"
+    settles_at_s = 0.0
 
     def __init__(self, server: Server, *, silent: bool) -> None:
         self._server = server

@@ -158,6 +158,7 @@ def test_the_reason_codes_never_change() -> None:
     assert {code.name: str(code) for code in IncompleteCode} == {
         "LOST_CALL": "lost-call",
         "MARKED": "marked",
+        "LOST_STEPS": "lost-steps",
         "CONFLICT": "conflict",
         "CORRUPT": "corrupt",
         "MISSING_PARENT": "missing-parent",

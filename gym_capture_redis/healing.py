@@ -1,0 +1,207 @@
+"""Puts back what a server forgot, and marks what nobody can put back. How steps are sent is the caller's."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from gym_capture_redis import scripts
+from gym_capture_redis.attempts import AttemptMemory
+from gym_capture_redis.errors import CorruptRecordError, UnsupportedFormatError
+from gym_capture_redis.faults import final_error
+from gym_capture_redis.keys import new_incarnation, new_mark_id, rollout_key
+from gym_capture_redis.recent import RecentStep, RecentSteps
+from gym_capture_redis.scripts import Call, Reply, Step
+from gym_capture_redis.settings import SinkSettings
+from gym_capture_redis.subject import Subject
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[Sequence[tuple[Call, Subject]]], Awaitable[Sequence[Reply | Exception]]]
+"""Sends steps, and returns what each was answered, an error as an exception."""
+
+Owns = Callable[[bytes], bool]
+"""Whether a key is on the server at hand."""
+
+_BATCH_STEPS = 64
+_BATCH_BYTES = 2**20
+_VERIFIED_AT_ONCE = 512
+
+_ORDER = {Step.BEGIN: 0, Step.STAGE: 1, Step.PUT: 2, Step.REFUSE: 3, Step.MARK: 4}
+"""In a batch the steps of one kind go together; a put needs what was staged before it."""
+
+
+class Healer:
+    """What a sink does when it meets another server than before. Executors of several loops may share it."""
+
+    def __init__(self, settings: SinkSettings, attempts: AttemptMemory) -> None:
+        self.recent = RecentSteps(max_bytes=settings.max_recent_bytes, settle_s=settings.settle_s)
+        self._attempts = attempts
+        self._namespace = settings.namespace
+        self._settle_s = settings.settle_s
+        # A primary that was cut off may have acknowledged, for long, what nobody else has.
+        self._keeps_old_steps = settings.durability != "memory" and settings.url.topology == "standalone"
+        self._server = str(settings.url)
+
+    async def heal(
+        self, send: Send, run_id: str, *, owns: Owns, lost_by: Collection[str] | None = None
+    ) -> None:
+        """Put back, on the server with this run id, what others have acknowledged, and verify the rest.
+
+        ``owns`` says which keys are there, ``lost_by`` which other servers are meant (None: all).
+
+        Raises:
+            Exception: a step could not be sent; what was not put back yet is kept.
+
+        """
+        healed, lost = 0, set[str]()
+        for other in self.recent.others(run_id) if lost_by is None else lost_by:
+            left = self.recent.count(other)
+            while steps := self.recent.take(other, max_steps=min(left, _BATCH_STEPS), max_bytes=_BATCH_BYTES):
+                left -= len(steps)
+                healed += await self._put_back(steps, other, send, owns, lost)
+        if healed:
+            logger.warning(
+                "%s came back without %d of the newest steps that it had acknowledged; they were put back.",
+                self._server,
+                healed,
+            )
+        await self._verify(send, run_id, owns, lost_by, lost)
+
+    async def _put_back(
+        self, steps: Sequence[RecentStep], other: str, send: Send, owns: Owns, lost: set[str]
+    ) -> int:
+        """Put back a batch; what has to wait is kept. Returns how many steps had been lost and are back."""
+        steps = [step for step in steps if not self._is_over(step, other)]
+        here = [step for step in steps if owns(step.call.key)]
+        here.sort(key=lambda step: _ORDER[step.call.step])
+        try:
+            replies = await _sent(
+                send,
+                [
+                    (
+                        scripts.heal(
+                            step.call,
+                            seq=step.seq,
+                            incarnation=step.incarnation,
+                            new_incarnation=new_incarnation(),
+                        ),
+                        step.subject,
+                    )
+                    for step in here
+                ],
+            )
+        except BaseException:
+            self.recent.give_back(other, steps)
+            raise
+        self.recent.give_back(other, [step for step in steps if not owns(step.call.key)])
+        for step, reply in zip(here, replies, strict=True):
+            self._settle(step, reply, other, lost)
+        return sum(isinstance(reply, Reply) and reply.code == "OK" for reply in replies)
+
+    def _is_over(self, step: RecentStep, other: str) -> bool:
+        """Whether the attempt gave way to a later one on the very server that had acknowledged the step."""
+        position = self._attempts.position(step.subject.rollout_id)
+        return position is not None and position.run_id == other and position.incarnation != step.incarnation
+
+    def _settle(self, step: RecentStep, reply: Reply | Exception, other: str, lost: set[str]) -> None:
+        """Keep on what the server has now acknowledged, or what has to wait for other workers."""
+        if isinstance(reply, Exception):
+            logger.error("%s could not be put back on %s: %s", step.subject, self._server, reply)
+        elif reply.code in ("OK", "SAME"):
+            number = step.seq or (reply.seq if reply.code == "OK" else 0)
+            self.recent.keep(step._replace(seq=number, missing_since_s=0.0), reply.run_id)
+        elif reply.code == "MISSING":
+            now_s = time.monotonic()
+            since_s = step.missing_since_s or now_s
+            waiting = step._replace(missing_since_s=since_s)
+            if now_s - since_s > self._settle_s:
+                waiting = _lost_mark(step, step.subject, seq=0)
+                self._report_lost(step.subject.rollout_id, lost)
+            self.recent.give_back(other, [waiting])
+        elif reply.code == "LOST":
+            # Of a rollout that is another attempt's by now, or that is not here, there is one mark for all.
+            subject = (
+                step.subject if reply.incarnation == step.incarnation else Subject(step.subject.rollout_id)
+            )
+            if subject is step.subject or subject.rollout_id not in lost:
+                mark = _lost_mark(step._replace(incarnation=reply.incarnation), subject, seq=reply.seq)
+                self.recent.keep(mark, reply.run_id)
+            self._report_lost(subject.rollout_id, lost)
+
+    def _report_lost(self, rollout_id: str, lost: set[str]) -> None:
+        """Say that the rollout has lost something, once for each time that the server came back."""
+        if rollout_id not in lost:
+            logger.error(
+                "Rollout %s: %s came back without steps that were acknowledged; the rollout is incomplete.",
+                rollout_id,
+                self._server,
+            )
+            lost.add(rollout_id)
+
+    async def _verify(
+        self, send: Send, run_id: str, owns: Owns, lost_by: Collection[str] | None, lost: set[str]
+    ) -> None:
+        """Compare how far rollouts were with what this server has of them."""
+        calls = [
+            (
+                scripts.verify(
+                    key,
+                    new_incarnation=new_incarnation(),
+                    incarnation=position.incarnation,
+                    seq=position.seq,
+                ),
+                Subject(rollout_id),
+            )
+            for rollout_id, position in self._attempts.on_others(run_id)
+            if (lost_by is None or position.run_id in lost_by)
+            and self._may_be_lost(position.run_id, position.at_s)
+            and owns(key := rollout_key(self._namespace, rollout_id))
+        ]
+        for start in range(0, len(calls), _VERIFIED_AT_ONCE):
+            batch = calls[start : start + _VERIFIED_AT_ONCE]
+            for (_, subject), reply in zip(batch, await _sent(send, batch), strict=True):
+                if isinstance(reply, Exception):
+                    continue  # unreadable, which every reader is told
+                if reply.code == "LOST":
+                    self._report_lost(subject.rollout_id, lost)
+                self._attempts.note(subject.rollout_id, reply)
+
+    def _may_be_lost(self, run_id: str, at_s: float) -> bool:
+        """Whether the server that acknowledged a step at that time may have ended before it was safe."""
+        if not self._keeps_old_steps:
+            return True
+        alive_at_s = self.recent.alive_at_s(run_id)
+        return alive_at_s is not None and alive_at_s - at_s <= self._settle_s
+
+
+def _lost_mark(step: RecentStep, subject: Subject, *, seq: int) -> RecentStep:
+    """The mark that the server has lost a step, in place of the step."""
+    call = scripts.mark(
+        step.call.key,
+        subject.model_call_id or "",
+        new_incarnation=new_incarnation(),
+        incarnation=step.incarnation,
+        reason="lost",
+        mark_id=new_mark_id(),
+    )
+    return RecentStep(call, subject, step.incarnation, seq, step.at_s)
+
+
+async def _sent(send: Send, calls: Sequence[tuple[Call, Subject]]) -> Sequence[Reply | Exception]:
+    """What each step was answered. Only a rollout that cannot be read is an answer among others.
+
+    Raises:
+        Exception: anything else.
+
+    """
+    if not calls:
+        return ()
+    replies = await send(calls)
+    for reply in replies:
+        if isinstance(reply, Exception) and not isinstance(
+            final_error(reply, ""), CorruptRecordError | UnsupportedFormatError
+        ):
+            raise reply
+    return replies
