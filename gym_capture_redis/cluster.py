@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from redis.exceptions import MovedError
+
 from gym_capture_redis.connection import Connected, Link, follow, prepare
 from gym_capture_redis.node import Node
 from gym_capture_redis.server_url import Address
@@ -34,9 +36,7 @@ class Cluster:
             redis.exceptions.RedisError, OSError: no node could tell.
 
         """
-        if self._loading is None or self._loading.done():
-            self._loading = asyncio.get_running_loop().create_task(self._load())
-        await asyncio.shield(self._loading)
+        await asyncio.shield(self._load_soon())
 
     def learn(self, error: BaseException, node: Node) -> Node | None:
         """Learn where a slot is, from what a step met. A node to ask this once, while a slot is moving."""
@@ -44,6 +44,8 @@ class Cluster:
         if asked is None:  # forgotten meanwhile, for a newer map
             return None
         address = self._slots.learn(error, asked)
+        if isinstance(error, MovedError):
+            self._load_soon()  # one slot has moved, or the node is a replica now
         return None if address is None else self._node(address)
 
     async def close(self) -> None:
@@ -66,12 +68,25 @@ class Cluster:
     def _address_of(self, node: Node) -> Address | None:
         return next((address for address, known in self._nodes.items() if known is node), None)
 
+    def _load_soon(self) -> asyncio.Task[None]:
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.get_running_loop().create_task(self._load())
+            self._loading.add_done_callback(_take_note)  # nobody may wait for it
+        return self._loading
+
     async def _load(self) -> None:
         await follow(self._slots.load(self._nodes), self._settings)
         await self._forget_nodes()
 
     async def _forget_nodes(self) -> None:
-        """Close the connections to nodes that hold no slots any more, once they are not in use."""
-        gone = self._nodes.keys() - self._slots.addresses()
-        for address in [address for address in gone if self._nodes[address].is_idle]:
-            await self._nodes.pop(address).close()
+        """Leave the connections to nodes without slots: until they have some again, much may have changed."""
+        for address in self._nodes.keys() - self._slots.addresses():
+            if self._nodes[address].is_idle:
+                await self._nodes.pop(address).close()
+            else:
+                self._nodes[address].renew()
+
+
+def _take_note(loading: asyncio.Task[None]) -> None:
+    if not loading.cancelled():
+        loading.exception()

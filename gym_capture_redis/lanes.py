@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
+from redis.exceptions import InvalidResponse, ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.connection import Link
@@ -70,6 +70,7 @@ class Lanes:
         self._idle: deque[asyncio.Future[None]] = deque()
         self._sending = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._renewals = 0
         self._closed = False
 
     @property
@@ -100,6 +101,10 @@ class Lanes:
         self._wake_one()
         return reply
 
+    def renew(self) -> None:
+        """Use no connection of now for anything more: the server may have changed its role meanwhile."""
+        self._renewals += 1
+
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
         self._closed = True
@@ -111,12 +116,16 @@ class Lanes:
 
     async def _run(self) -> None:
         link: Link | None = None
+        renewals = self._renewals
         try:
             while True:
                 await self._some_jobs()
                 batch = self._batch()
                 if not batch:
                     continue
+                if renewals != self._renewals:
+                    await _close(link)
+                    link, renewals = None, self._renewals
                 self._sending += 1
                 try:
                     async with asyncio.timeout(self._attempt_s(batch)):
@@ -201,9 +210,6 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: fl
             _fail(group, NotConfirmedError())
         else:
             _answer(group, answer)
-    for answer in answers:
-        if isinstance(answer, ReadOnlyError):
-            raise answer  # no primary any more: this connection is of no use
 
 
 async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[Reply | Exception]:

@@ -45,6 +45,11 @@ class Node:
             lanes = self._large
         return lanes.submit(call, by_source=by_source, asking=asking, deadline=deadline)
 
+    def renew(self) -> None:
+        """Use no connection of now for anything more: the server may have changed its role meanwhile."""
+        for lanes in (self._common, self._large, self._urgent):
+            lanes.renew()
+
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
         await asyncio.gather(self._common.close(), self._large.close(), self._urgent.close())

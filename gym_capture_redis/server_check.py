@@ -37,6 +37,7 @@ class ServerFacts:
     """What a server says of itself."""
 
     run_id: str
+    """Which process, and whose writes it has: one that was a replica for a while has those of its primary."""
     version: tuple[int, ...]
     aof_enabled: bool
     maxmemory_policy: str
@@ -63,7 +64,7 @@ class ServerFacts:
         fields = dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
         version = tuple(int(part) for part in fields.get("redis_version", "0").split(".") if part.isdigit())
         return cls(
-            run_id=fields.get("run_id", ""),
+            run_id=":".join(fields[name] for name in ("run_id", "master_replid") if name in fields),
             version=version,
             aof_enabled=fields.get("aof_enabled") == "1",
             maxmemory_policy=fields.get("maxmemory_policy", ""),

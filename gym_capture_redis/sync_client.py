@@ -219,6 +219,8 @@ class _Cluster:
         return self._node(address)
 
     def learn(self, error: BaseException, node: _Node) -> _Node | None:
+        if isinstance(error, redis_errors.MovedError):
+            node.forget_links()  # one slot has moved, or the node is a replica now
         asked = next((address for address, known in list(self._nodes.items()) if known is node), None)
         address = self._slots.learn(error, asked) if asked else None
         return None if address is None else self._node(address)

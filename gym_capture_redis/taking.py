@@ -54,8 +54,12 @@ class TakenEntry:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory encoding and sending its arrays takes."""
-        return _BYTES_PER_TOKEN * self.tokens + expert_bytes(self.routed_experts)
+        """About how much memory encoding and sending it takes."""
+        return (
+            _BYTES_PER_TOKEN * self.tokens
+            + expert_bytes(self.routed_experts)
+            + _text_length(self.small_fields)
+        )
 
     def subject(self) -> tuple[Any, Any]:
         """Rollout id and call id, not checked."""
@@ -134,6 +138,20 @@ def _length(values: Any) -> int:
         if isinstance(values, list | tuple)
         else 0
     )
+
+
+def _text_length(fields: dict[str, Any]) -> int:
+    """Characters of all text in the fields: of output items and of extra fields there may be any number."""
+    length, unseen = 0, list(fields.values())
+    while unseen:
+        value = unseen.pop()
+        if isinstance(value, str):
+            length += len(value)
+        elif isinstance(value, dict):
+            unseen += value.values()
+        elif isinstance(value, list):
+            unseen += value
+    return length
 
 
 def _copied(values: Any) -> Any:

@@ -6,6 +6,8 @@ import asyncio
 from functools import partial
 from typing import Protocol
 
+from redis.exceptions import ReadOnlyError
+
 from gym_capture_redis.cluster import Cluster
 from gym_capture_redis.connection import Connected, EmbeddedLease, Link, follow, prepare
 from gym_capture_redis.node import Node
@@ -52,8 +54,10 @@ class OneServer:
     async def refresh(self) -> None:
         """Nothing: each new connection finds the server anew."""
 
-    def learn(self, _: BaseException, __: Node) -> None:
-        """Nothing: a lane whose connection failed opens a new one."""
+    def learn(self, error: BaseException, node: Node) -> None:
+        """A server that is no primary any more is left; a connection that failed is opened anew anyway."""
+        if isinstance(error, ReadOnlyError):
+            node.renew()
 
     async def close(self) -> None:
         """End all connections, and let the embedded server go."""

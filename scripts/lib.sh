@@ -68,8 +68,10 @@ make_environment() {
         sort -z | xargs -0 cksum)"
     if [[ ! -f $venv/contents || "$(<"$venv/contents")" != "$contents" ]]; then
         rm -f "$venv/contents"
-        echo "installing gym-capture-redis[$extras] from this checkout ..."
-        "$venv/bin/python" -m pip install -q --disable-pip-version-check --upgrade "$root[$extras]" "$@" ||
+        echo "installing gym-capture-redis[$extras] from this checkout in $(basename "$venv") ..."
+        # Python compiles what is imported; compiling everything takes longer than unpacking it.
+        "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile --upgrade \
+            "$root[$extras]" "$@" ||
             fail "the installation failed; what pip said is above"
         echo "$contents" >"$venv/contents"
     fi

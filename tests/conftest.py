@@ -1,4 +1,4 @@
-"""Servers shared by the whole run, one of each kind; every test takes a namespace of its own."""
+"""Servers shared by all tests of a process, one of each kind; every test takes a namespace of its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 from support.cluster import ClusterGroup
 from support.sentinel import SentinelGroup
 from support.servers import BINARIES, RealServer
 
 REAL_SERVERS = tuple(BINARIES)
+
+settings.register_profile(
+    "patient",
+    deadline=None,  # how long an example takes says what else the machine does
+    suppress_health_check=[HealthCheck.too_slow],
+    # Explaining a failure traces every line: minutes, for little.
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+)
+settings.load_profile("patient")
 
 
 def binary_of(name: str) -> Path:

@@ -179,6 +179,8 @@ class Keeper:
         self._accept(self._listener)
         for user in [user for user in self._users if ended(user)]:
             self._drop(user)
+        if not self._users:
+            self._listener.close()  # the watcher hears that this is the end; who comes now must wait for it
         _send(watcher, {"users": len(self._users)})
 
     def _drop(self, connection: socket.socket) -> None:

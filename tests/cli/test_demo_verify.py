@@ -128,7 +128,9 @@ def test_every_field_is_compared(name: str) -> None:
     assert [line.split()[0] for line in differences(entry().model_copy(update={name: "other"}))] == [name]
 
 
-@pytest.mark.parametrize("created_at", [NOW - 11, NOW + 11, math.nan, None])
+@pytest.mark.parametrize(
+    "created_at", [NOW - 11, NOW + 11, math.nan, None], ids=["before", "after", "nan", "none"]
+)
 def test_the_time_must_lie_within_the_run(created_at: float | None) -> None:
     assert [line.split()[0] for line in differences(entry(created_at=created_at))] == ["created_at"]
 

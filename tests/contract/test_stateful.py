@@ -6,15 +6,12 @@ import functools
 import uuid
 from typing import Any
 
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from support.servers import RealServer
 
 from gym_capture_redis import RedisTokenSink, RedisTokenSource
 from gym_capture_redis.testing import Clients, token_transport_machine
-
-PHASES = tuple(phase for phase in Phase if phase is not Phase.explain)
-"""Explaining a failure traces every line, which takes minutes here and adds little to the history."""
 
 
 def tell_histories(url: str, durability: str, *, max_examples: int) -> None:
@@ -29,7 +26,7 @@ def tell_histories(url: str, durability: str, *, max_examples: int) -> None:
 
     run_state_machine_as_test(
         token_transport_machine(open_backend),
-        settings=settings(max_examples=max_examples, stateful_step_count=25, deadline=None, phases=PHASES),
+        settings=settings(max_examples=max_examples, stateful_step_count=25),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from support.caches import (
@@ -140,12 +140,7 @@ def test_random_histories_are_told_as_by_the_model(
 
     run_state_machine_as_test(
         Machine,
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=25,
-            deadline=None,
-            phases=tuple(phase for phase in Phase if phase is not Phase.explain),
-        ),
+        settings=settings(max_examples=25, stateful_step_count=25),
     )
 
 

@@ -21,7 +21,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,7 +30,8 @@ from gym_capture_redis.embedded import EmbeddedServer, default_directory, find_s
 from gym_capture_redis.embedded import binary as server_binary
 from gym_capture_redis.embedded import directory as data_directory
 from gym_capture_redis.embedded import keeper as embedded_keeper
-from gym_capture_redis.errors import ConfigurationError
+from gym_capture_redis.errors import BackendUnavailableError, ConfigurationError
+from gym_capture_redis.source import RedisTokenSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -214,6 +215,27 @@ def test_data_survives_stop_and_start(server: EmbeddedServer) -> None:
     assert read(server, "key") == b"+kept"
 
 
+def test_every_user_knows_whether_the_server_began_without_data(directory: Path, binary: Path) -> None:
+    one, other = EmbeddedServer(directory, binary=binary), EmbeddedServer(directory, binary=binary)
+    assert not one.began_empty
+    with one:
+        ask(one, "SET key value")
+        with other:
+            assert (one.began_empty, other.began_empty) == (True, True)
+    with other, one:
+        assert (one.began_empty, other.began_empty) == (False, False)
+
+
+async def test_only_on_one_that_began_with_data_a_freeze_waits(directory: Path) -> None:
+    url = f"embedded://{directory}"
+    settings: dict[str, Any] = {"timeout_s": 5.0, "settle_s": 600.0}
+    async with RedisTokenSource(url, **settings) as source:
+        assert not (await source.freeze("r")).incomplete
+    async with RedisTokenSource(url, **settings | {"timeout_s": 0.5}) as source:
+        with pytest.raises(BackendUnavailableError, match="started or promoted a moment ago"):
+            await source.freeze("r")
+
+
 def test_the_last_stop_returns_when_the_directory_is_at_rest(server: EmbeddedServer, directory: Path) -> None:
     server.start()
     _, server_pid = pids(server)
@@ -338,6 +360,38 @@ def test_a_process_that_starts_while_the_last_one_stops_is_served(
         assert alive(server_pid)
         assert read(server, "none") == b"+none"
         other.kill()
+
+
+# A keeper to whom somebody comes between its word to a watcher that nobody is left, and its end.
+KEEPER_WITH_A_LATE_USER = """
+import importlib.util, socket, sys
+spec = importlib.util.spec_from_file_location("keeper", {original!r})
+keeper = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(keeper)
+late_user = socket.socket(socket.AF_UNIX)
+
+class Keeper(keeper.Keeper):
+    def _watch(self, watcher):
+        super()._watch(watcher)
+        late_user.connect_ex(str(self._keeper_socket))
+
+keeper.Keeper = Keeper
+keeper.main()
+"""
+
+
+def test_who_comes_after_the_last_user_was_told_so_does_not_keep_it_waiting(
+    server: EmbeddedServer, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "keeper.py"
+    program.write_text(KEEPER_WITH_A_LATE_USER.format(original=embedded_keeper.__file__))
+    monkeypatch.setattr(embedded_keeper, "__file__", str(program))
+    server.start()
+    keeper_pid, server_pid = pids(server)
+    server.stop()
+    assert not data_directory.is_held(directory)
+    assert not alive(server_pid)
+    gone(keeper_pid)
 
 
 def test_users_killed_at_once_leave_nothing_behind(users: Users) -> None:

@@ -41,7 +41,8 @@ def test_after_a_failover_the_replica_is_the_primary_and_has_the_data(
         sentinel_group.revive()
     else:
         sentinel_group.switch_over()
-    assert named_primary(sentinel_group) == ("127.0.0.1", second.port)
+    told = "\n".join(sentinel.log()[-2_000:] for sentinel in sentinel_group.sentinels)
+    assert named_primary(sentinel_group) == ("127.0.0.1", second.port), told
     assert (sentinel_group.primary(), sentinel_group.replica()) == (second, first)
     for server in (first, second):
         with server.client() as client:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 from support.forgetting import aof_size, come_back_empty, come_back_short, restart
+from support.polling import wait_until
 from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
 from support.servers import RealServer
-from support.stored_state import read_state
+from support.stored_state import FIELD, parse_state
 
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.keys import rollout_key
@@ -23,6 +26,9 @@ from gym_capture_redis.source import RedisTokenSource
 PATIENCE_S = 30.0
 SETTINGS: dict[str, Any] = {"namespace": "run", "timeout_s": PATIENCE_S}
 KEY = rollout_key("run", "r")
+LONG_EXPERTS = "nrlre1:int8:8192x48x8:" + base64.b64encode(random.Random(0).randbytes(3 * 2**20)).decode()
+"""Stored in three parts, ahead of their record."""
+
 LONG_AGO_S = 0.05
 """For sources that do not wait for what may come back."""
 
@@ -74,9 +80,12 @@ def fields_of(server: RealServer, key: bytes = KEY) -> dict[bytes, bytes]:
 
 async def until(server: RealServer, happened: Callable[[dict[bytes, bytes]], bool]) -> None:
     """Poll the rollout until what an idle worker does is done."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not happened(fields_of(server)):
-            await asyncio.sleep(0.02)
+    await asyncio.to_thread(
+        wait_until,
+        lambda: happened(fields_of(server)),
+        "the rollout got its steps back",
+        timeout_s=PATIENCE_S,
+    )
 
 
 def has_steps(*numbers: int) -> Callable[[dict[bytes, bytes]], bool]:
@@ -88,6 +97,7 @@ def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 NewWorker = Callable[..., RedisTokenSink]
+Step = Callable[[RedisTokenSource, TokenCaptureSnapshot], Awaitable[None]]
 
 
 # One worker
@@ -127,7 +137,7 @@ async def test_an_idle_worker_notices_by_itself(server: RealServer, new_worker: 
 
 async def test_every_kind_of_step_comes_back(server: RealServer, new_worker: NewWorker) -> None:
     worker = new_worker()
-    entry = sample_entry("r", "long", routed_experts=[[[number % 200] * 8] * 48 for number in range(6_000)])
+    entry = sample_entry("r", "long", routed_experts=LONG_EXPERTS)
     await worker.begin_call("r", "known before")
     size = aof_size(server)
     await worker.put(entry)
@@ -137,7 +147,7 @@ async def test_every_kind_of_step_comes_back(server: RealServer, new_worker: New
     before = fields_of(server)
     assert sum(name.startswith(b"b:") for name in before) > 2
     await asyncio.to_thread(come_back_short, server, size)
-    await until(server, has_steps(*range(1, int(read_state_of(before)["seq"]) + 1)))
+    await until(server, has_steps(*range(1, int(parse_state(before[FIELD])["seq"]) + 1)))
     after = fields_of(server)
     assert after.keys() == before.keys()
     assert {name for name in before if before[name] != after[name]} <= {b"s", b"f:marked"}
@@ -148,12 +158,6 @@ async def test_every_kind_of_step_comes_back(server: RealServer, new_worker: New
     ]
     assert [exact_dump(each) for each in snapshot.entries] == [exact_dump(entry)]
     assert [refusal.model_call_id for refusal in snapshot.refusals] == ["refused"]
-
-
-def read_state_of(fields: dict[bytes, bytes]) -> dict[str, bytes]:
-    from support.stored_state import parse_state
-
-    return parse_state(fields[b"s"])
 
 
 async def test_what_was_put_back_is_put_back_again_after_the_next_loss(
@@ -355,10 +359,8 @@ async def test_a_freeze_right_after_the_restart_waits_and_sees_what_idle_workers
     await asyncio.to_thread(come_back_short, server, size)
     async with RedisTokenSource(server.url, **SETTINGS) as source:
         if many:
-            outcomes = {
-                outcome.rollout_id: outcome.snapshot async for outcome in source.freeze_many(["r", "u"])
-            }
-            snapshot, unknown = outcomes["r"], outcomes["u"]
+            frozen_by_id = {each.rollout_id: each.snapshot async for each in source.freeze_many(["r", "u"])}
+            snapshot, unknown = frozen_by_id["r"], frozen_by_id["u"]
             assert unknown is not None
             assert (unknown.incomplete, unknown.version) == (False, 1)
         else:
@@ -367,21 +369,27 @@ async def test_a_freeze_right_after_the_restart_waits_and_sees_what_idle_workers
     assert (reasons(snapshot), calls(snapshot)) == ([], {"first", "second"})
 
 
-@pytest.mark.parametrize("step", ["freeze", "drop"])
+async def freeze(source: RedisTokenSource, _: TokenCaptureSnapshot) -> None:
+    await source.freeze("unknown")
+
+
+async def drop(source: RedisTokenSource, snapshot: TokenCaptureSnapshot) -> None:
+    await source.drop("r", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+
+
+@pytest.mark.parametrize("step", [freeze, drop])
 async def test_on_a_server_that_has_just_been_started_nothing_is_frozen_or_dropped(
-    server: RealServer, new_worker: NewWorker, step: str
+    server: RealServer, new_worker: NewWorker, step: Step
 ) -> None:
     await capture(new_worker(), "first")
-    snapshot = await frozen(server) if step == "drop" else None
+    snapshot = await frozen(server)
     before = fields_of(server)
     settings = SETTINGS | {"timeout_s": 0.3, "settle_s": 600.0}
     async with RedisTokenSource(server.url, **settings) as source:
-        with pytest.raises(BackendUnavailableError, match="started or promoted a moment ago.*rollout r"):
-            if snapshot is None:
-                await source.freeze("r")
-            else:
-                await source.drop("r", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+        with pytest.raises(BackendUnavailableError, match="started or promoted a moment ago"):
+            await step(source, snapshot)
     assert fields_of(server) == before
+    assert fields_of(server, rollout_key("run", "unknown")) == {}
 
 
 # Where nothing was lost
@@ -391,7 +399,7 @@ async def test_a_restart_that_loses_nothing_changes_nothing(
     server: RealServer, new_worker: NewWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = new_worker()
-    entry = sample_entry("r", "long", routed_experts=[[[number % 200] * 8] * 48 for number in range(6_000)])
+    entry = sample_entry("r", "long", routed_experts=LONG_EXPERTS)
     for rollout in ("r", "frozen", "dropped"):
         await capture(worker, "first", "first", rollout=rollout)
         await worker.begin_call(rollout, "refused")
@@ -434,6 +442,5 @@ async def test_an_attempt_that_was_deleted_does_not_come_back(
         await source.delete(["r"])
     await asyncio.to_thread(restart, server)
     await worker.begin_call("another", "call")
-    with server.client() as client:
-        state = read_state(client, KEY)
+    state = parse_state(fields_of(server)[FIELD])
     assert (state["records"], state["failures"]) == (b"0", b"1")  # it cannot be told from one that was lost

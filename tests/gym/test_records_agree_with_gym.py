@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_capture_redis import gym_compat, records
@@ -24,8 +24,7 @@ SERVED = [
 ]
 FUNCTIONS = ["extract_token_fields", "response_to_output_items"]
 
-settings.register_profile("differential", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-thorough = settings(settings.get_profile("differential"), max_examples=400)
+thorough = settings(max_examples=400)
 
 
 def gym(name: str) -> Any:

@@ -147,13 +147,16 @@ def without_experts(entry: Any) -> Any:
 
 LONG = experts_array(2 * MIB + MIB // 2)
 PARTS = 3
+SHORTER = experts_array(MIB + MIB // 4)
+"""Two parts; lists of millions take long."""
+
 FORMS: dict[str, Callable[[], Any]] = {
-    "a string of int8": lambda: route_string(experts_array(6 * MIB)),
-    "a string of int16": lambda: route_string(experts_array(3 * MIB, below=512)),
-    "nested lists": lambda: experts_array(3 * MIB).tolist(),
-    "nested lists of wide ids": lambda: experts_array(MIB, below=60_000).tolist(),
-    "nested lists with negative ids": lambda: np.subtract(experts_array(2 * MIB), 1, dtype="i8").tolist(),
-    "an array": lambda: experts_array(6 * MIB),
+    "a string of int8": lambda: route_string(LONG),
+    "a string of int16": lambda: route_string(experts_array(MIB + MIB // 2, below=512)),
+    "nested lists": SHORTER.tolist,
+    "nested lists of wide ids": lambda: experts_array(MIB // 2 + MIB // 4, below=60_000).tolist(),
+    "nested lists with negative ids": lambda: np.subtract(SHORTER, 1, dtype="i8").tolist(),
+    "an array": lambda: LONG,
     "an array of int64": lambda: LONG.astype("i8"),
     "an array in another order": lambda: np.asfortranarray(LONG),
     "an array of one dimension": lambda: LONG.reshape(-1),

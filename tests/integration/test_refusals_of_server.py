@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import steady_repr
 from support.proxies import StallingProxy
 from support.sample_entries import exact_dump, sample_entry
 from support.servers import RealServer, free_port
@@ -299,7 +300,7 @@ def with_changes(**changes: Any) -> Any:
         {"cum_len": object()},
         {"output_items": [{"\ud800": 1}]},
     ],
-    ids=repr,
+    ids=steady_repr,
 )
 async def test_a_record_refused_before_the_network_is_named_and_its_intent_still_tells(
     valkey9: RealServer, namespace: str, changes: dict[str, Any]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+from support.polling import wait_until
 from support.servers import RealServer
+
+_PATIENCE_S = 30.0
 
 
 def data_of(server: RealServer) -> Path:
@@ -17,8 +21,20 @@ def newest_file(server: RealServer) -> Path:
     return max(data_of(server).glob("*.incr.aof"))
 
 
+def wait_until_written(server: RealServer) -> None:
+    """Wait until the file holds all that was acknowledged: a slow fsync holds up the writing as well."""
+    with server.client() as client:
+
+        def all_is_written() -> bool:
+            persistence: Any = client.info("persistence")
+            return bool(persistence["aof_buffer_length"] == 0)
+
+        wait_until(all_is_written, "the file holds all", timeout_s=_PATIENCE_S)
+
+
 def aof_size(server: RealServer) -> int:
-    """How much is in the file: what was acknowledged was written before, though perhaps not to the disk."""
+    """How long the file is that holds all until now."""
+    wait_until_written(server)
     return newest_file(server).stat().st_size
 
 
@@ -36,5 +52,7 @@ def come_back_empty(server: RealServer) -> None:
 
 
 def restart(server: RealServer) -> None:
+    """Come back and lose nothing."""
+    wait_until_written(server)
     server.kill()
     server.start()

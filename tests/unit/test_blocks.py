@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.sequences import (
     conversations,
@@ -22,8 +22,6 @@ from support.sequences import (
 
 from gym_capture_redis.blocks import BLOCK_IDS, NAME_BYTES, ROOT, BlockTree, TokenSequence, cut
 from gym_capture_redis.packing import Packed, pack_integers, unpack_integers
-
-unhurried = settings(deadline=None)  # the machine is shared
 
 IDS = random_ids(2 * BLOCK_IDS + 88)
 
@@ -47,7 +45,6 @@ def assert_comes_back(tree: BlockTree, ids: list[int], prompt_length: int) -> No
 # Together again
 
 
-@unhurried
 @given(conversation=conversations, data=st.data())
 def test_every_sequence_of_a_conversation_comes_back_exactly(
     conversation: list[list[int]], data: st.DataObject
@@ -57,7 +54,6 @@ def test_every_sequence_of_a_conversation_comes_back_exactly(
         assert_comes_back(tree, ids, data.draw(st.integers(0, len(ids))))
 
 
-@unhurried
 @given(conversation=conversations, data=st.data())
 def test_the_order_of_sequences_does_not_matter(conversation: list[list[int]], data: st.DataObject) -> None:
     tree = tree_of(*map(sequence_of, data.draw(st.permutations(conversation))))
@@ -65,7 +61,6 @@ def test_the_order_of_sequences_does_not_matter(conversation: list[list[int]], d
         assert_comes_back(tree, ids, len(ids) // 2)
 
 
-@unhurried
 @given(conversation=conversations)
 def test_a_tree_holds_every_prefix_once(conversation: list[list[int]]) -> None:
     assert len(tree_of(*map(sequence_of, conversation))) == distinct_blocks(conversation)
@@ -123,7 +118,6 @@ def test_lists_of_one_conversation_are_independent() -> None:
 # Names
 
 
-@unhurried
 @given(conversation=conversations)
 def test_blocks_have_one_name_exactly_if_they_end_the_same_prefix(conversation: list[list[int]]) -> None:
     for one, other in combinations(conversation, 2):
@@ -135,7 +129,6 @@ def test_blocks_have_one_name_exactly_if_they_end_the_same_prefix(conversation: 
             assert name not in others[index + 1 :]
 
 
-@unhurried
 @given(conversation=conversations, unrelated=conversations)
 def test_names_do_not_depend_on_which_sequences_were_cut_before(
     conversation: list[list[int]], unrelated: list[list[int]]
@@ -151,7 +144,6 @@ def test_names_do_not_depend_on_which_sequences_were_cut_before(
                 assert again.blocks_from(index) == expected.blocks_from(index)
 
 
-@unhurried
 @given(keep=lengths, seed=st.integers(1, 3), longer=st.booleans())
 def test_a_shorter_longer_or_branching_sequence_spares_nothing_but_hashing(
     keep: int, seed: int, *, longer: bool
@@ -161,7 +153,6 @@ def test_a_shorter_longer_or_branching_sequence_spares_nothing_but_hashing(
     assert sequence_of(IDS, [earlier]).names == sequence_of(IDS).names
 
 
-@unhurried
 @given(conversation=conversations)
 def test_only_the_blocks_that_were_hashed_keep_their_values(conversation: list[list[int]]) -> None:
     known: list[TokenSequence] = []

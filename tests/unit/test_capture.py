@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from pydantic import BaseModel, ConfigDict
+from support.names import steady_repr
 
 from gym_capture_redis import _standalone_capture as capture
 from gym_capture_redis import gym_compat
@@ -433,7 +434,7 @@ class Incomparable:
 
 
 @pytest.mark.parametrize("name", ["rollout_id", "model_call_id"])
-@pytest.mark.parametrize("odd_id", [Incomparable(), np.array([1, 2]), b"call-1", 5], ids=repr)
+@pytest.mark.parametrize("odd_id", [Incomparable(), np.array([1, 2]), b"call-1", 5], ids=steady_repr)
 async def test_an_entry_whose_ids_are_no_text_is_marked_and_never_raised(
     context: CaptureContext, sink: Sink, name: str, odd_id: Any
 ) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.names import steady_repr
 from support.sample_entries import (
     SMALL,
     as_numpy,
@@ -48,8 +49,6 @@ LONG: dict[str, Any] = {"prompt_token_ids": random_ids(600), "rollout_id": "roll
 
 BLOCK_OVERHEAD = NAME_BYTES + 2
 """Bytes of a block besides its ids: the name of its parent and the type."""
-
-unhurried = settings(deadline=None)  # the machine is shared
 
 
 def encode(entry: Any) -> codec.EncodedRecord:
@@ -108,7 +107,6 @@ def digest_with(**changes: Any) -> bytes:
 
 @pytest.mark.parametrize("written_as", ENTRY_CLASSES)
 @pytest.mark.parametrize("read_as", ENTRY_CLASSES)
-@unhurried
 @given(fields=entry_fields())
 def test_what_is_read_back_is_what_was_put_to_the_last_bit(
     written_as: Any, read_as: Any, fields: dict[str, Any]
@@ -157,7 +155,6 @@ def test_token_ids_survive_wherever_prompt_and_blocks_end(prompt: int, generated
     assert exact_dump(round_trip(entry)) == exact_dump(entry)
 
 
-@unhurried
 @given(fields=entry_fields())
 def test_what_is_read_back_as_arrays_holds_the_same_content(fields: dict[str, Any]) -> None:
     entry = TokenEntry(**fields)
@@ -266,7 +263,6 @@ def test_every_field_that_may_be_left_out_was_tried_with_another_value() -> None
     assert tried == set(OMITTED) - {"schema_version"}, "schema_version has one value so far"
 
 
-@unhurried
 @given(fields=st.dictionaries(st.sampled_from(sorted(OMITTED)), st.just(None)))
 def test_a_default_that_is_given_is_the_same_content_as_one_that_is_not(fields: dict[str, Any]) -> None:
     given_ones = {name: OMITTED[name] for name in fields}
@@ -387,13 +383,11 @@ def test_a_log_probability_has_one_digest_in_every_width_that_holds_it(width: An
 
 
 @pytest.mark.skipif(GYM_ENTRY is None, reason="needs NeMo Gym")
-@unhurried
 @given(fields=entry_fields())
 def test_gyms_entry_and_ours_give_the_same_bytes(fields: dict[str, Any]) -> None:
     assert stored(GYM_ENTRY(**fields)) == stored(TokenEntry(**fields))
 
 
-@unhurried
 @given(fields=entry_fields())
 def test_lists_and_arrays_give_the_same_bytes(fields: dict[str, Any]) -> None:
     entry = TokenEntry(**fields)
@@ -406,7 +400,6 @@ def test_lists_and_arrays_give_the_same_bytes(fields: dict[str, Any]) -> None:
     assert stored(carried) == stored(entry)
 
 
-@unhurried
 @given(ids=long_ids, earlier=st.lists(long_ids, max_size=2), keep=st.integers(0, 600))
 def test_earlier_sequences_change_nothing(ids: list[int], earlier: list[list[int]], keep: int) -> None:
     entry = sample_entry(prompt_token_ids=ids)
@@ -500,7 +493,6 @@ def test_values_that_only_look_equal_have_different_digests(one: Any, other: Any
     assert len(experts) == 2
 
 
-@unhurried
 @given(one=entry_fields(), other=entry_fields())
 def test_two_entries_have_one_digest_exactly_if_they_are_equal(
     one: dict[str, Any], other: dict[str, Any]
@@ -635,7 +627,7 @@ def test_a_record_above_the_limit_is_refused_and_one_at_the_limit_is_not(fields:
         ("note", "\udfff"),
         ("note", 2**64),
     ],
-    ids=lambda value: repr(value)[:40],
+    ids=lambda value: steady_repr(value)[:40],
 )
 def test_what_no_reader_could_load_is_refused_and_names_the_call(field: str, value: Any) -> None:
     entry = sample_entry()
@@ -752,7 +744,6 @@ def test_no_flipped_bit_of_the_seal_fits() -> None:
             decode(encoded.record, bytes(flipped), of=encoded)
 
 
-@unhurried
 @given(garbage=st.binary(max_size=200))
 def test_garbage_is_never_an_entry(garbage: bytes) -> None:
     encoded = encode(sample_entry())
@@ -760,7 +751,6 @@ def test_garbage_is_never_an_entry(garbage: bytes) -> None:
         decode(garbage, encoded.seal, of=encoded)
 
 
-@unhurried
 @given(value=other_shapes)
 def test_well_formed_msgpack_of_another_shape_is_never_an_entry(value: Any) -> None:
     encoded = encode(sample_entry())
@@ -810,7 +800,6 @@ def test_a_part_of_another_type_is_never_an_entry(part: str, value: Any) -> None
 
 
 @pytest.mark.parametrize("part", ["v", "e", "c", "t", "p", "l", "x"])
-@unhurried
 @given(value=other_shapes | st.just({}) | st.just([b"u1", b""]) | st.just(["u1", "text"]) | st.just([]))
 def test_a_part_of_another_shape_under_a_fitting_seal_is_an_error_of_ours_or_read(
     part: str, value: Any
@@ -821,7 +810,6 @@ def test_a_part_of_another_shape_under_a_fitting_seal_is_an_error_of_ours_or_rea
     assert error_or_none(forged, resealed(encoded, forged), encoded) in (None, ("rollout", "call"))
 
 
-@unhurried
 @given(value=other_shapes)
 def test_msgpack_of_any_shape_under_a_fitting_seal_is_an_error_of_ours(value: Any) -> None:
     encoded = encode(sample_entry())
@@ -916,7 +904,6 @@ def test_a_record_of_a_newer_schema_asks_to_upgrade_the_reader() -> None:
         decode(record := content.packed(), resealed(encoded, record), of=encoded)
 
 
-@unhurried
 @given(experts=nested_experts | ragged_experts, ids=st.lists(token_ids, max_size=4) | long_ids)
 def test_what_was_read_back_encodes_to_the_same_bytes(experts: Any, ids: list[int]) -> None:
     entry = sample_entry(routed_experts=experts, prompt_token_ids=ids)

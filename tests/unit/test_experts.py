@@ -8,13 +8,11 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support.sample_entries import exact, nested_experts, routed_experts
 
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.experts import expert_bytes, pack_experts, unpack_experts
-
-unhurried = settings(deadline=None)  # the machine is shared
 
 
 def packed(experts: Any) -> bytes:
@@ -30,7 +28,6 @@ def round_trip(experts: Any, *, arrays: bool = False) -> Any:
 # The round trip
 
 
-@unhurried
 @given(experts=routed_experts)
 def test_any_experts_survive(experts: Any) -> None:
     assert exact(round_trip(experts)) == exact(experts)
@@ -73,7 +70,6 @@ def test_experts_of_any_form_and_width_survive(experts: Any) -> None:
     assert exact(round_trip(experts)) == exact(experts)
 
 
-@unhurried
 @given(experts=nested_experts)
 def test_nested_experts_come_back_as_one_array_where_arrays_are_wanted(experts: Any) -> None:
     back = round_trip(experts, arrays=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture_redis import keys
 from gym_capture_redis.errors import InvalidIdentifierError
 
-unhurried = settings(deadline=None)  # the machine is shared
 alphabet = st.sampled_from("abcXYZ019._-")
 names = st.text(alphabet, min_size=1, max_size=12)
 
@@ -40,7 +39,6 @@ def test_the_key_of_a_rollout_is_one_hash_tag() -> None:
     assert keys.rollout_key("run", "rollout-1") == b"gymcap:{run/rollout-1}"
 
 
-@unhurried
 @given(st.tuples(names, names), st.tuples(names, names))
 def test_different_rollouts_have_different_keys(one: tuple[str, str], other: tuple[str, str]) -> None:
     assert (keys.rollout_key(*one) == keys.rollout_key(*other)) == (one == other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.errors import BackendUnavailableError
+from gym_capture_redis.faults import NotSettledError
 from gym_capture_redis.lanes import (
     MAX_BATCH_BYTES,
     MAX_BATCH_CALLS,
@@ -39,6 +41,7 @@ class Server:
         self.closed_links = 0
         self.confirms = True
         self.silent_links = 0
+        self.settles_at_s = 0.0
         self.open = asyncio.Event()
         self.open.set()
         self.sought = asyncio.Event()
@@ -63,11 +66,14 @@ class Server:
 class Link:
     dialect = Dialect()
     run_id = "server"
-    settles_at_s = 0.0
 
     def __init__(self, server: Server, *, silent: bool) -> None:
         self._server = server
         self._silent = silent
+
+    @property
+    def settles_at_s(self) -> float:
+        return self._server.settles_at_s
 
     async def pipeline(
         self, commands: list[tuple[Any, ...]], *, confirm_s: float | None
@@ -371,3 +377,17 @@ async def test_a_caller_that_leaves_while_the_connection_is_made_sends_nothing(
     server.reachable.set()
     assert await answers([stayed]) == [b"key 1"]
     assert server.batches == [[b"key 1"]]
+
+
+async def test_a_freeze_is_not_sent_to_a_server_that_may_be_short_of_steps(
+    lanes: Lanes, server: Server
+) -> None:
+    server.settles_at_s = time.monotonic() + 60.0
+    freeze = Call(Step.FREEZE, b"rollout", ())
+    freezing, peeking = submit(lanes, freeze), submit(lanes, peek(b"other"))
+    with pytest.raises(NotSettledError) as caught:
+        await freezing
+    assert 50.0 < caught.value.left_s <= 60.0
+    assert await answers([peeking]) == [b"other"]
+    server.settles_at_s = 0.0
+    assert await answers([submit(lanes, freeze)]) == [b"rollout"]

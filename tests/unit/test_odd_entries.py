@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import model_serializer
+from support.names import steady_repr
 from support.sample_entries import sample_entry
 
 from gym_capture_redis.codec import MAX_DETAILS_BYTES, encode, encode_refusal
@@ -63,7 +64,7 @@ def changed(**fields: Any) -> TokenEntry:
         np.array(5),
         np.array([1, None]),
     ],
-    ids=repr,
+    ids=steady_repr,
 )
 @pytest.mark.parametrize("name", ["prompt_token_ids", "generation_token_ids"])
 def test_token_ids_of_another_kind_are_refused(name: str, ids: Any) -> None:
@@ -110,14 +111,14 @@ def test_log_probs_of_another_kind_are_refused(log_probs: Any) -> None:
         [[object()]],
         ["\ud800"],
     ],
-    ids=repr,
+    ids=steady_repr,
 )
 def test_routed_experts_that_are_no_numbers_and_no_json_are_refused(experts: Any) -> None:
     assert str(refusal_of(changed(routed_experts=experts)))
 
 
 @pytest.mark.parametrize(
-    "value", [{1}, object(), 2**64, float("nan"), b"\xff", dt.date(2020, 1, 1)], ids=repr
+    "value", [{1}, object(), 2**64, float("nan"), b"\xff", dt.date(2020, 1, 1)], ids=steady_repr
 )
 def test_extra_fields_that_would_be_read_back_otherwise_are_refused_or_become_json(value: Any) -> None:
     entry = changed(note=value)
@@ -157,7 +158,9 @@ def test_details_of_a_refusal_have_a_limit_in_packed_bytes() -> None:
     assert (refusal.value.rollout_id, refusal.value.model_call_id) == ("r", "c")
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, 2**64, "\ud800", np.int64(1), Decimal(1), {1}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [object(), {1: 2}, 2**64, "\ud800", np.int64(1), Decimal(1), {1}], ids=steady_repr
+)
 def test_details_that_no_reader_could_load_are_refused(value: Any) -> None:
     with pytest.raises(InvalidRecordError, match="details of the refusal"):
         encode_refusal("r", "c", "full", {"value": value})

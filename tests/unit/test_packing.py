@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
+from support.names import steady_repr
 from support.sample_entries import exact, finite_floats, token_ids
 from support.sequences import id_array
 
@@ -25,8 +26,6 @@ from gym_capture_redis.packing import (
     unpack_log_probs,
 )
 
-unhurried = settings(deadline=None)  # the machine is shared
-
 INTEGER_TYPES = ("u1", "u2", "u3", "u4", "u8", "i1", "i2", "i4", "i8")
 integer_arrays = arrays_of.arrays(
     arrays_of.integer_dtypes() | arrays_of.unsigned_integer_dtypes(),
@@ -37,13 +36,11 @@ integer_arrays = arrays_of.arrays(
 # Integers
 
 
-@unhurried
 @given(array=integer_arrays)
 def test_integers_of_any_type_shape_and_byte_order_come_back(array: Any) -> None:
     assert unpack_integers(pack_integers(array)).reshape(array.shape).tolist() == array.tolist()
 
 
-@unhurried
 @given(array=integer_arrays)
 def test_equal_integers_give_equal_bytes_in_whatever_memory_they_lie(array: Any) -> None:
     spread = np.repeat(array, 2, axis=0)[::2]
@@ -120,7 +117,6 @@ ROW_LIMITS = (1, 2**8, 2**8 + 1, 2**16, 2**16 + 1, 2**24, 2**24 + 1, 2**32, 2**3
 """One more than the largest of a row: just what each type holds, and just too much for it."""
 
 
-@unhurried
 @given(
     limits=st.lists(st.sampled_from(ROW_LIMITS), min_size=1, max_size=12),
     width=st.integers(1, 300),
@@ -159,7 +155,6 @@ def test_rows_of_a_slice_are_packed_as_those_of_a_copy() -> None:
 # Token ids
 
 
-@unhurried
 @given(ids=st.lists(token_ids, max_size=8))
 def test_ids_have_one_array_in_whatever_sequence_they_come(ids: list[int]) -> None:
     expected = id_array(ids)
@@ -199,7 +194,6 @@ def test_integers_of_any_class_in_a_list_are_ids(ids: Any, expected: list[int]) 
     assert id_array(tuple(ids)).tolist() == expected
 
 
-@unhurried
 @given(prompt=st.lists(token_ids, max_size=6), generation=st.lists(token_ids, max_size=6))
 @pytest.mark.parametrize("carriers", [(list, list), (tuple, list), (list, np.array), (np.array, tuple)])
 def test_prompt_and_generation_are_joined_in_one_array_wide_enough_for_both(
@@ -247,7 +241,7 @@ def test_ids_taken_from_a_list_do_not_change_with_it() -> None:
         *([np.bool_(1)], [np.float64(1)], [1, 1.0], [2**40, 1.0], [1, None], [2**40, "1"], [b"1"], [1j]),
         *((-1,), (1.0,), (2**63,), [(1,)], [object()], [np.array([1, 2])], range(3), bytearray(b"12")),
     ],
-    ids=lambda ids: repr(ids)[:40],
+    ids=lambda ids: steady_repr(ids)[:40],
 )
 def test_a_list_with_anything_else_is_refused_and_the_field_is_named(ids: Any) -> None:
     with pytest.raises(InvalidRecordError, match="generation_token_ids"):
@@ -262,7 +256,7 @@ def test_a_list_with_anything_else_is_refused_and_the_field_is_named(ids: Any) -
         *(np.array([[1]]), np.array(1), np.array([1.0]), np.array([True]), np.array(["1"])),
         *(np.array([-1]), np.array([2**63], np.uint64), np.array([object()])),
     ],
-    ids=repr,
+    ids=steady_repr,
 )
 def test_what_is_no_list_of_ids_is_refused_and_the_field_is_named(ids: Any) -> None:
     with pytest.raises(InvalidRecordError, match="prompt_token_ids"):
@@ -272,7 +266,6 @@ def test_what_is_no_list_of_ids_is_refused_and_the_field_is_named(ids: Any) -> N
 # Log probabilities
 
 
-@unhurried
 @given(values=st.lists(finite_floats, max_size=8))
 def test_every_bit_of_a_log_probability_survives(values: list[float]) -> None:
     packed = pack_log_probs(values)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any, Literal
 
 import pytest
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
-from gym_capture_redis.server_check import ServerFacts, check_server, confirming_commands, warnings_about
+from gym_capture_redis.server_check import (
+    ServerFacts,
+    ServersSeen,
+    check_server,
+    confirming_commands,
+    warnings_about,
+)
 from gym_capture_redis.server_url import Topology
 from gym_capture_redis.settings import Durability, SinkSettings
 
@@ -242,3 +249,84 @@ def test_what_is_unsafe_is_warned_of(
     told = warnings_about(ServerFacts(**vars(ABLE) | facts), topology=topology, replicas=replicas)
     assert len(told) == (warned is not None)
     assert (warned or "") in "".join(told)
+
+
+# How long a server may still be getting back what it forgot
+
+SETTLE_S = 5.0
+
+
+class Meetings:
+    """A process that meets servers, at times of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1_000.0
+        self.seen = ServersSeen()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def left_s(self, run_id: str = "1", place: str = "here", **facts: Any) -> float:
+        met = ServerFacts(**vars(ABLE) | {"run_id": run_id} | facts)
+        return max(0.0, self.seen.meet(place, met, settle_s=SETTLE_S) - self.now_s)
+
+
+@pytest.fixture
+def meetings(monkeypatch: pytest.MonkeyPatch) -> Meetings:
+    return Meetings(monkeypatch)
+
+
+@pytest.mark.parametrize(("uptime_s", "left_s"), [(0.0, 5.0), (2.0, 3.0), (5.0, 0.0), (500.0, 0.0)])
+def test_a_server_that_was_just_started_is_young(meetings: Meetings, uptime_s: float, left_s: float) -> None:
+    assert meetings.left_s(uptime_s=uptime_s) == left_s
+
+
+def test_a_server_grows_older_between_two_connections(meetings: Meetings) -> None:
+    assert meetings.left_s(uptime_s=0.0) == SETTLE_S
+    meetings.now_s += 1.5
+    assert meetings.left_s(uptime_s=1.0) == SETTLE_S - 1.5  # its own clock has whole seconds
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_a_promoted_server_is_young_from_its_first_meeting_on(meetings: Meetings, place: str) -> None:
+    assert meetings.left_s(uptime_s=500.0) == 0.0
+    assert meetings.left_s("2", place, uptime_s=500.0, was_promoted=True) == SETTLE_S
+    meetings.now_s += 2.0
+    assert meetings.left_s("2", place, uptime_s=502.0, was_promoted=True) == SETTLE_S - 2.0
+    meetings.now_s += 3.0
+    assert meetings.left_s("2", place, uptime_s=505.0, was_promoted=True) == 0.0
+
+
+def test_a_server_in_the_place_of_another_is_young_however_long_it_ran(meetings: Meetings) -> None:
+    assert meetings.left_s("1", uptime_s=500.0) == 0.0
+    assert meetings.left_s("2", uptime_s=500.0) == SETTLE_S
+    assert meetings.left_s("3", "elsewhere", uptime_s=500.0) == 0.0
+
+
+def test_the_time_that_it_takes_to_load_its_data_does_not_count(meetings: Meetings) -> None:
+    meetings.seen.meet_starting("here")
+    meetings.now_s += 60.0
+    assert meetings.left_s(uptime_s=60.0) == SETTLE_S
+
+
+@pytest.mark.parametrize(("replid2", "promoted"), [("0" * 40, False), ("0" * 39 + "a", True)])
+def test_age_and_promotion_are_read_from_info(replid2: str, promoted: bool) -> None:
+    info = f"# Server\r\nuptime_in_seconds:17\r\nmaster_replid2:{replid2}\r\n".encode()
+    facts = ServerFacts.parse(info, None)
+    assert (facts.uptime_s, facts.was_promoted) == (17.0, promoted)
+
+
+@pytest.mark.parametrize(
+    ("url", "durability", "forgets"),
+    [
+        ("redis://a", "memory", True),
+        ("redis://a", "aof", True),
+        ("redis://a", "fsync", False),
+        ("embedded:", "fsync", False),
+        ("redis+sentinel://a/s", "fsync", True),
+        ("redis+cluster://a", "fsync", True),
+        ("fakeredis://a", "memory", False),
+    ],
+)
+def test_which_servers_may_come_back_without_acknowledged_steps(
+    url: str, durability: str, forgets: bool
+) -> None:
+    assert SinkSettings.build(url, "run", {"durability": durability}).server_may_forget == forgets

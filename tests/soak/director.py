@@ -1,0 +1,128 @@
+"""Runs a soak: starts everyone, hurts somebody again and again, and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from soak.acts import Play, Trainer, Worker
+from soak.stages import Fault, Stage
+from support.ledger import Kind, LedgerTail
+from support.verdict import violations
+from support.writers import WriterProcess
+
+WORKERS = 3
+SHORTEST_GAP_S, LONGEST_GAP_S = 0.5, 4.0
+MEMORY_S = 12.0
+"""How long a worker must live on after what the server may have lost: the newest calls are not noticed where
+the only worker that knew of them is gone too (guarantees)."""
+
+REPORT_EVERY_S = 10.0
+PATIENCE_S = 120.0
+"""For the trainer to consume what is left in the end."""
+
+
+class Director:
+    """One soak on one stage; ``say`` is told how it goes."""
+
+    def __init__(self, stage: Stage, play: Play, chance: random.Random, say: Callable[[str], None]) -> None:
+        self._stage = stage
+        self._play = play
+        self._chance = chance
+        self._say = say
+        self._tail = LedgerTail(play.ledger)
+        self._faults_file = play.ledger.with_name("faults.jsonl")
+        self._running = contextlib.ExitStack()
+        self._names = iter(range(10**9))
+        self._workers: list[WriterProcess] = []
+        self._trainer = self._new_trainer()
+        self._lost_s = self._worker_killed_s = float("-inf")
+        self.counts: Counter[str] = Counter()
+        self.acknowledged: Counter[Kind] = Counter()
+
+    async def run(self) -> list[str]:
+        """Play to the end; returns every law that was broken."""
+        with self._running:
+            self._workers = [self._new_worker() for _ in range(WORKERS)]
+            self._trainer.start(Trainer(self._play))
+            reporting = asyncio.create_task(self._report())
+            try:
+                while not self._play.is_over:
+                    await self._hurt()
+                    await asyncio.sleep(self._chance.uniform(SHORTEST_GAP_S, LONGEST_GAP_S))
+                await self._end()
+            finally:
+                reporting.cancel()
+        self._count()
+        lines = LedgerTail(self._play.ledger).new_lines()
+        consumed = {
+            line.rollout: line for line in lines if line.kind is Kind.SNAPSHOT
+        }  # the last reading of each
+        for snapshot in consumed.values():
+            self.counts["rollouts incomplete" if snapshot.facts["incomplete"] else "rollouts complete"] += 1
+        return violations(lines, server_kept_all=self._stage.keeps_all)
+
+    async def _hurt(self) -> None:
+        fault = self._chance.choice([*self._stage.faults, *self._deaths()])
+        if fault.may_lose and time.monotonic() - self._worker_killed_s < MEMORY_S:
+            return
+        began_ns = time.monotonic_ns()
+        await fault.run()
+        self.counts[fault.counts_as] += 1
+        if fault.may_lose:
+            self._lost_s = time.monotonic()
+        line = {"fault": fault.name, "began_ns": began_ns, "ended_ns": time.monotonic_ns()}
+        with self._faults_file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _deaths(self) -> list[Fault]:
+        async def kill_worker() -> None:
+            worker = self._workers.pop(self._chance.randrange(len(self._workers)))
+            await asyncio.to_thread(worker.kill)
+            self._worker_killed_s = time.monotonic()
+            self._workers.append(self._new_worker())
+
+        async def kill_trainer() -> None:
+            await asyncio.to_thread(self._trainer.kill)
+            self._trainer = self._new_trainer()
+            self._trainer.start(Trainer(self._play))
+
+        deaths = [Fault("kill -9 of the trainer", "kills", kill_trainer)]
+        if time.monotonic() - self._lost_s > MEMORY_S:
+            deaths.append(Fault("kill -9 of a worker", "kills", kill_worker))
+        return deaths
+
+    def _new_worker(self) -> WriterProcess:
+        worker = self._running.enter_context(WriterProcess(f"w{next(self._names)}"))
+        worker.start(Worker(self._play))
+        return worker
+
+    def _new_trainer(self) -> WriterProcess:
+        return self._running.enter_context(WriterProcess(f"t{next(self._names)}"))
+
+    async def _end(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            everyone = [*self._workers, self._trainer]
+            await asyncio.gather(*(asyncio.to_thread(process.wait) for process in everyone))
+
+    def _count(self) -> None:
+        self.acknowledged.update(line.kind for line in self._tail.new_lines())
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            self._count()
+            left_s = max(0.0, self._play.ends_s - time.monotonic())
+            told = {
+                "puts": self.acknowledged[Kind.RECORD],
+                "drops": self.acknowledged[Kind.DROP],
+                **self.counts,
+            }
+            self._say(
+                f"{left_s:5.0f} s left: " + ", ".join(f"{what} {count}" for what, count in told.items())
+            )
