@@ -24,7 +24,7 @@ from gym_capture_redis.parts import PART_BYTES
 from gym_capture_redis.scripts import Argument, Dialect
 from gym_capture_redis.searches import ASK_TIMEOUT_S, Search
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.wire import (
     QUESTIONS,
     Pipeline,
@@ -53,9 +53,7 @@ class Link:
     never for one that ``began_empty``.
     """
 
-    def __init__(
-        self, settings: ConnectionSettings, server: Address | str, *, began_empty: bool = False
-    ) -> None:
+    def __init__(self, settings: ServerSettings, server: Address | str, *, began_empty: bool = False) -> None:
         self._settings = settings
         self._place = server
         self._began_empty = began_empty
@@ -168,7 +166,7 @@ async def prepare(link: Link, connected: Callable[[], Awaitable[None]]) -> Link:
 class EmbeddedLease:
     """Holds the embedded server for as long as an executor needs it."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._path, self._durability = settings.url.path, settings.durability
         self._server: EmbeddedServer | None = None
 
@@ -195,7 +193,7 @@ class EmbeddedLease:
             server.stop()
 
 
-async def follow(search: Search[T], settings: ConnectionSettings) -> T:
+async def follow(search: Search[T], settings: ServerSettings) -> T:
     """Ask what ``search`` wants to know, one server after the other, and return what it found.
 
     Raises:
@@ -226,7 +224,7 @@ async def follow(search: Search[T], settings: ConnectionSettings) -> T:
 
 
 async def ask(
-    settings: ConnectionSettings, server: Address, *words: str, username: str | None, password: str | None
+    settings: ServerSettings, server: Address, *words: str, username: str | None, password: str | None
 ) -> Any:
     """The reply of a server to one command, over a connection of its own.
 
@@ -243,9 +241,7 @@ async def ask(
         await connection.disconnect(nowait=True)
 
 
-def _new_connection(
-    settings: ConnectionSettings, server: Address | str, **options: Any
-) -> AbstractConnection:
+def _new_connection(settings: ServerSettings, server: Address | str, **options: Any) -> AbstractConnection:
     options |= options_of(settings, server) | {
         "retry": Retry(NoBackoff(), 0),  # the one retry loop is ours and has a deadline
         "socket_timeout": None,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError, DurabilityError
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError, explain, final_error
-from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.subject import Subject
 
 
 class Failures:
     """Puts into words what happened on the server of these settings, and to which rollout and call."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._timeout_s = settings.timeout_s
         self._durability, self._replicas = settings.durability, settings.replicas
         self._server = str(settings.url)

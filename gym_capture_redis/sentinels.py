@@ -9,13 +9,13 @@ from redis import exceptions as redis_errors
 from gym_capture_redis.faults import explain, is_transient
 from gym_capture_redis.searches import Question, Search
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.settings import ServerSettings
 
 
 class Sentinels:
     """The sentinels, those first that answered last."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._service = settings.url.service
         self._username = settings.sentinel_username
         secret = settings.sentinel_password

@@ -12,7 +12,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from gym_capture_redis.faults import is_transient
 from gym_capture_redis.searches import Question, Search
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.wire import user_of
 
 
@@ -23,7 +23,7 @@ class SlotMap:
     has moved is learned from the node that had it.
     """
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._named = settings.url.addresses
         self._user = user_of(settings)
         self._slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS

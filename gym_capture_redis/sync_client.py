@@ -22,13 +22,10 @@ from gym_capture_redis.retry import Backoff, attempt_s
 from gym_capture_redis.scripts import Argument, Call, Reply, command, read_replies
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.slots import SlotMap
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.sync_link import SyncLink, follow, within
-
-MAX_FREE_LINKS = 4
-"""Connections that are kept to each server while no thread uses them."""
 
 _ASKING: tuple[Argument, ...] = ("ASKING",)
 
@@ -36,7 +33,7 @@ _ASKING: tuple[Argument, ...] = ("ASKING",)
 class SyncClient:
     """Runs steps within deadlines, in the thread that calls, over a connection of its own for as long."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._failures = Failures(settings)
         # By process: what was opened before a fork is the parent's, not even to be closed here.
@@ -110,7 +107,7 @@ class _Servers(Protocol):
 class _Node:
     """A server, and the connections to it that are free."""
 
-    def __init__(self, settings: ConnectionSettings, find: Callable[[float], Address | str]) -> None:
+    def __init__(self, settings: ServerSettings, find: Callable[[float], Address | str]) -> None:
         self._settings = settings
         self._find = find
         self._lock = threading.Lock()
@@ -168,7 +165,7 @@ class _Node:
 
     def _give_back(self, link: SyncLink) -> None:
         with self._lock:
-            if not self._closed and len(self._free) < MAX_FREE_LINKS:
+            if not self._closed and len(self._free) < self._settings.connections:
                 self._free.append(link)
                 return
         link.close()
@@ -177,7 +174,7 @@ class _Node:
 class _OneServer:
     """All rollouts are on one server; behind sentinels it is whichever is the primary now."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._embedded = EmbeddedLease(settings)
         self._starting = threading.Lock()
@@ -208,7 +205,7 @@ class _OneServer:
 class _Cluster:
     """The primary of a rollout's slot."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._slots = SlotMap(settings)
         self._nodes: dict[Address, _Node] = {}
@@ -252,7 +249,7 @@ class _Cluster:
         return address
 
 
-def _new_servers(settings: ConnectionSettings) -> _Servers:
+def _new_servers(settings: ServerSettings) -> _Servers:
     return _Cluster(settings) if settings.url.topology == "cluster" else _OneServer(settings)
 
 

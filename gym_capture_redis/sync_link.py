@@ -19,7 +19,7 @@ from redis.retry import Retry
 from gym_capture_redis.scripts import Argument, Dialect
 from gym_capture_redis.searches import ASK_TIMEOUT_S, Question, Search
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.wire import (
     QUESTIONS,
     Pipeline,
@@ -43,7 +43,7 @@ class SyncLink:
     Deadlines are in ``time.monotonic``. ``run_id`` and ``dialect`` are as ``connection.Link`` has them.
     """
 
-    def __init__(self, settings: ConnectionSettings, server: Address | str) -> None:
+    def __init__(self, settings: ServerSettings, server: Address | str) -> None:
         self._settings = settings
         self._server = server
         self._terms = Terms("", Dialect(flagged=settings.url.scheme != "fakeredis"))
@@ -175,7 +175,7 @@ class _TimedSocket:
         return getattr(self._sock, name)
 
 
-def follow(search: Search[T], settings: ConnectionSettings, deadline: float) -> T:
+def follow(search: Search[T], settings: ServerSettings, deadline: float) -> T:
     """Ask what ``search`` wants to know, one server after the other, and return what it found.
 
     Raises:
@@ -244,7 +244,7 @@ class _Bounded(Generic[T]):
                 self._undo(self._results[0])
 
 
-def _ask(settings: ConnectionSettings, question: Question, deadline: float) -> Any:
+def _ask(settings: ServerSettings, question: Question, deadline: float) -> Any:
     """The reply of a server to one command, over a connection of its own; an error reply is raised."""
     line = _Line(
         _new_connection(settings, question.server, username=question.username, password=question.password)
@@ -266,7 +266,7 @@ def _left_s(deadline: float) -> float:
     return left_s
 
 
-def _new_connection(settings: ConnectionSettings, server: Address | str, **options: Any) -> Any:
+def _new_connection(settings: ServerSettings, server: Address | str, **options: Any) -> Any:
     options |= options_of(settings, server) | {
         "retry": Retry(NoBackoff(), 0)  # the one retry loop is ours and has a deadline
     }
@@ -276,7 +276,7 @@ def _new_connection(settings: ConnectionSettings, server: Address | str, **optio
     return kind(**options)
 
 
-def _fake_connection(settings: ConnectionSettings) -> Any:
+def _fake_connection(settings: ServerSettings) -> Any:
     server = fake_server(settings)
     from fakeredis import FakeRedis
 

@@ -27,7 +27,7 @@ from gym_capture_redis.server_check import (
     warnings_about,
 )
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.settings import ConnectionSettings, TlsSettings
+from gym_capture_redis.settings import ServerSettings, TlsSettings
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def read_facts(
 
 
 def agree(
-    facts: ServerFacts, settings: ConnectionSettings, place: Address | str, *, began_empty: bool = False
+    facts: ServerFacts, settings: ServerSettings, place: Address | str, *, began_empty: bool = False
 ) -> Terms:
     """Refuse a server that cannot keep the promise, and warn of what is not safe, once for each process.
 
@@ -140,7 +140,7 @@ def pack_command(words: Sequence[Argument]) -> bytes:
     return b"".join(parts)
 
 
-def user_of(settings: ConnectionSettings) -> dict[str, str | None]:
+def user_of(settings: ServerSettings) -> dict[str, str | None]:
     """Who asks, for servers that hold rollouts."""
     secret = settings.password or settings.url.password
     return {
@@ -149,7 +149,7 @@ def user_of(settings: ConnectionSettings) -> dict[str, str | None]:
     }
 
 
-def options_of(settings: ConnectionSettings, server: Address | str) -> dict[str, Any]:
+def options_of(settings: ServerSettings, server: Address | str) -> dict[str, Any]:
     """Options of redis-py's connection to a server, given by address or path of its socket."""
     options: dict[str, Any] = {
         "protocol": 2,  # RESP3 switches off the check for connections that are out of step
@@ -163,7 +163,7 @@ def options_of(settings: ConnectionSettings, server: Address | str) -> dict[str,
     return options
 
 
-def fake_server(settings: ConnectionSettings) -> Any:
+def fake_server(settings: ServerSettings) -> Any:
     """The fake server of a ``fakeredis:`` URL, the same for the whole process.
 
     Raises:

@@ -32,7 +32,7 @@ from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.scripts import Reply
 from gym_capture_redis.settings import SinkSettings
 from gym_capture_redis.subject import Subject
-from gym_capture_redis.sync_client import MAX_FREE_LINKS, SyncClient
+from gym_capture_redis.sync_client import SyncClient
 from gym_capture_redis.sync_link import within
 
 PATIENCE_S = 30.0
@@ -336,7 +336,9 @@ def test_many_threads_get_their_own_answers_and_few_connections_stay(
         list(threads.map(work, range(THREADS)))
     # A server notices a closed connection when it comes to it.
     wait_until(
-        lambda: connections_of(valkey9) <= before + MAX_FREE_LINKS, "few are left", timeout_s=PATIENCE_S
+        lambda: connections_of(valkey9) <= before + client.settings.connections,
+        "few are left",
+        timeout_s=PATIENCE_S,
     )
     client.close()
     wait_until(lambda: connections_of(valkey9) == before, "none is left", timeout_s=PATIENCE_S)

@@ -1,0 +1,42 @@
+-- Says which calls are recorded, and what of them is needed to find the one that a request goes on from: no tokens of
+-- full blocks, no log probabilities, no experts. Also of a frozen rollout.
+-- 1  incarnation of the attempt that was read before, or '' for whichever is there
+-- 2  step to read from
+-- 3  bytes of records to look at in one step
+-- Reply    OK, step to read on from, the same or the first step that is not there (it may be put back later),
+--          calls: {name, beginning of the record} | RETIRED (also: another attempt) | ABSENT
+-- Repeat   safe
+local state, err = load_state()
+if err then return err end
+if not state then return reply('ABSENT', nil) end
+if state.status == 'retired' or arg(1) ~= '' and arg(1) ~= state.incarnation then
+  return reply('RETIRED', state)
+end
+
+-- A record up to its fifth pair, which is the last one of those that are short; all of it where that cannot be told.
+local messages = rawget(_G, 'cmsgpack')
+local function beginning(record)
+  local known, after = pcall(messages and messages.unpack_limit, record, 10, 1)
+  return known and after > 0 and string.sub(record, 1, after) or record
+end
+
+local from, left = tonumber(arg(2)), tonumber(arg(3))
+local traces = {}
+for seq = from, math.min(tonumber(state.seq), from + 999) do traces[#traces + 1] = 'o:' .. seq end
+traces = fetch(traces)
+local calls, hole, at = {}, nil, 1
+while at <= #traces and left > 0 do
+  local field = traces[at] and read_trace(traces[at])
+  if not field then
+    hole = hole or from + at - 1
+  elseif string.sub(field, 1, 2) == 'r:' then
+    local record = redis.call('HGET', key, field)
+    if record then
+      calls[#calls + 1] = {string.sub(field, 3), beginning(record)}
+      left = left - #record
+    end
+  end
+  at = at + 1
+end
+local next_seq = from + at - 1
+return reply('OK', state, next_seq, hole or next_seq, calls)
