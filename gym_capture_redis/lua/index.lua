@@ -13,11 +13,14 @@ if state.status == 'retired' or arg(1) ~= '' and arg(1) ~= state.incarnation the
   return reply('RETIRED', state)
 end
 
--- A record up to its fifth pair, which is the last one of those that are short; all of it where that cannot be told.
-local messages = rawget(_G, 'cmsgpack')
+-- A record with its first five pairs, and a few bytes more; all of it where their length cannot be told.
 local function beginning(record)
-  local known, after = pcall(messages and messages.unpack_limit, record, 10, 1)
-  return known and after > 0 and string.sub(record, 1, after) or record
+  -- v and e. What comes then is too new for this library: c, 20 bytes; t, with a binary string from byte 6 on; p.
+  local known, after = pcall(function() return cmsgpack.unpack_limit(record, 4, 1) end)
+  local kind, long, short = string.byte(record, known and after + 27 or 0, known and after + 29 or 0)
+  if not short then return record end
+  local length = kind == 0xc4 and long + 2 or kind == 0xc5 and 256 * long + short + 3
+  return length and string.sub(record, 1, after + 26 + length + 11) or record
 end
 
 local from, left = tonumber(arg(2)), tonumber(arg(3))
