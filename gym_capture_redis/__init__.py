@@ -1,5 +1,7 @@
 """Redis transport for the training tokens of reinforcement learning rollouts."""
 
+from typing import TYPE_CHECKING, Any
+
 from gym_capture_redis.capture import (
     CaptureContext,
     capture_tokens,
@@ -40,6 +42,9 @@ from gym_capture_redis.records import ParentResolutionStatus, TokenEntry
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
+if TYPE_CHECKING:
+    from gym_capture_redis.gym.lineage import RedisLineageStore as RedisLineageStore
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -79,3 +84,15 @@ __all__ = [
     "reset_token_sink",
     "set_token_sink",
 ]
+
+_GYM_ONLY = {"RedisLineageStore": "gym_capture_redis.gym.lineage"}
+"""Names whose import needs NeMo Gym, and the modules that have them."""
+
+if not TYPE_CHECKING:  # else any name would be right
+
+    def __getattr__(name: str) -> Any:
+        if name not in _GYM_ONLY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_GYM_ONLY[name]), name)

@@ -9,7 +9,7 @@ No I/O here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -105,6 +105,29 @@ def cut(ids: Array, earlier: Iterable[TokenSequence] = ()) -> TokenSequence:
     return TokenSequence(ids, tuple(names), tuple(values))
 
 
+def joined(
+    end: bytes, tail: Packed, blocks: Mapping[bytes, bytes], known: Iterable[TokenSequence]
+) -> TokenSequence:
+    """The sequence that ends with this block and tail, from stored ``blocks`` and ``known`` sequences.
+
+    Raises:
+        ValueError: a block is missing, or is not the one of its name.
+
+    """
+    places = {name: (number, sequence) for sequence in known for number, name in enumerate(sequence.names, 1)}
+    names: list[bytes] = []
+    parts = [tail]
+    before = end
+    while before != ROOT and before not in places:
+        value = blocks.get(before, b"")
+        parts.append(_ids_of(before, value))
+        names.append(before)
+        before = value[:NAME_BYTES]
+    number, sequence = places.get(before, (0, TokenSequence(_NOTHING, ())))
+    ids = np.concatenate([sequence.ids[: number * BLOCK_IDS], *unpack_joined(parts[::-1])])
+    return TokenSequence(ids, (*sequence.names[:number], *names[::-1]))
+
+
 @dataclass
 class _Branch:
     """Blocks that follow each other, root first, and the longest tail seen at their end."""
@@ -161,13 +184,10 @@ class BlockTree:
             ValueError: the value is not the one with this name, or its parent is not here.
 
         """
-        kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
         parent = self._places.get(value[:NAME_BYTES])
-        if kind is None or parent is None or _name(value) != name:
-            raise ValueError("not the block of this name")
-        packed = Packed(kind, value[_VALUE_HEAD:])
-        if packed.length != BLOCK_IDS:
-            raise ValueError("a block of another length")
+        if parent is None:
+            raise ValueError("a block without its parent")
+        packed = _ids_of(name, value)
         if name not in self._places:
             self._places[name] = _grow(parent, packed)
 
@@ -222,6 +242,22 @@ def _signed(ids: Array) -> Array:
 
 def _name(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=NAME_BYTES).digest()
+
+
+def _ids_of(name: bytes, value: bytes) -> Packed:
+    """The ids in a stored block.
+
+    Raises:
+        ValueError: the value is not that of the block of this name.
+
+    """
+    kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
+    if kind is None or _name(value) != name:
+        raise ValueError("not the block of this name")
+    packed = Packed(kind, value[_VALUE_HEAD:])
+    if packed.length != BLOCK_IDS:
+        raise ValueError("a block of another length")
+    return packed
 
 
 def _packed_blocks(ids: Array, start: int, stop: int) -> list[Packed]:

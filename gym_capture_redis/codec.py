@@ -39,6 +39,9 @@ from gym_capture_redis.taking import EMPTY_ARRAYS, SUBJECT_FIELDS, TakenEntry, n
 RECORD_FORMAT = 1
 DIGEST_BYTES = 32
 CHECK_BYTES = 16
+_HEAD_PAIRS = 5
+"""Of a record: those before the log probabilities."""
+
 MAX_DETAILS_BYTES = 65_536
 """Limit of a refusal's details."""
 
@@ -90,6 +93,15 @@ class EncodedRecord(NamedTuple):
     parts: list[tuple[bytes, bytes]]
 
 
+class RecordHead(NamedTuple):
+    """What a stored record begins with: all but log probabilities and experts. No seal vouches for it."""
+
+    small_fields: dict[str, Any]
+    end: bytes
+    tail: Packed
+    prompt_length: int
+
+
 class ParsedRecord(NamedTuple):
     """A stored record that matches its seal, before its tokens are taken from the blocks."""
 
@@ -131,8 +143,7 @@ class _Content(NamedTuple):
     def unpacked(cls, record: bytes) -> _Content:
         # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
         fields = msgpack.unpackb(record, strict_map_key=True)
-        if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or type(fields["p"]) is not int:
-            raise ValueError("not a record of this format")
+        _check_format(fields)
         tail, log_probs = Packed(*fields["t"]), Packed(*fields["l"])
         return cls(fields["e"], fields["c"], tail, fields["p"], log_probs, fields["x"])
 
@@ -231,6 +242,32 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
         log_probs,
         content.experts,
     )
+
+
+def parse_head(head: bytes, *, rollout_id: str, model_call_id: str) -> RecordHead:
+    """Read a stored record, or what it begins with up to its fifth pair.
+
+    Raises:
+        CorruptRecordError: the bytes are no beginning of a record.
+        UnsupportedFormatError: the record follows a newer schema.
+
+    """
+    about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
+    try:
+        stream = msgpack.Unpacker(strict_map_key=True, max_buffer_size=0)
+        stream.feed(head)
+        pairs = range(min(stream.read_map_header(), _HEAD_PAIRS))
+        fields = {stream.unpack(): stream.unpack() for _ in pairs}
+        _check_format(fields)
+        tail = Packed(*fields["t"])
+        check_integers(tail)
+        small_fields = _OMITTED_VALUES | fields["e"]
+        is_newer = small_fields["schema_version"] > SCHEMA_VERSION
+    except _UNREADABLE:
+        raise CorruptRecordError(f"the stored record is damaged ({name_of(about)})", **about) from None
+    if is_newer:
+        raise _newer_schema(small_fields, about)
+    return RecordHead(small_fields, fields["c"], tail, fields["p"])
 
 
 def build(
@@ -336,6 +373,19 @@ def _refusal_digest(rollout_id: str, model_call_id: str, code: str, packed: byte
     return hashlib.blake2b(head + packed, digest_size=DIGEST_BYTES).digest()
 
 
+def _check_format(fields: dict[str, Any]) -> None:
+    if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or type(fields["p"]) is not int:
+        raise ValueError("not a record of this format")
+
+
+def _newer_schema(fields: dict[str, Any], about: dict[str, str]) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"the record has schema_version {fields['schema_version']}, newer than this reader's: "
+        f"upgrade the reader ({name_of(about)})",
+        **about,
+    )
+
+
 def _without_omitted(small_fields: dict[str, Any]) -> dict[str, Any]:
     """What is stored of the small fields."""
     return {
@@ -362,11 +412,7 @@ def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str
         return entry_type.model_validate(complete)
     except ValidationError as error:
         if fields.get("schema_version", 0) > SCHEMA_VERSION:
-            raise UnsupportedFormatError(
-                f"the record has schema_version {fields['schema_version']}, newer than this reader's: "
-                f"upgrade the reader ({name_of(about)})",
-                **about,
-            ) from None
+            raise _newer_schema(fields, about) from None
         raise CorruptRecordError(
             f"the stored record is intact but not valid: {error.errors(include_input=False)[0]['msg']} "
             f"({name_of(about)})",

@@ -6,13 +6,11 @@ The only module that knows redis-py's connections; which exceptions mean what is
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import secrets
 import socket
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from redis import exceptions as redis_errors
 from redis.asyncio.connection import (
     AbstractConnection,
     Connection,
@@ -21,39 +19,30 @@ from redis.asyncio.connection import (
 )
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    BusyLoadingError,
-    InvalidResponse,
-    NoPermissionError,
-    ResponseError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
 
-from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.parts import PART_BYTES
 from gym_capture_redis.scripts import Argument, Dialect
-from gym_capture_redis.server_check import (
-    CONFIG_NAMES,
-    Confirming,
-    ServerFacts,
-    ServersSeen,
-    check_server,
-    confirming_commands,
-    warnings_about,
-)
+from gym_capture_redis.searches import ASK_TIMEOUT_S, Search
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.settings import ConnectionSettings, TlsSettings
+from gym_capture_redis.settings import ServerSettings
+from gym_capture_redis.wire import (
+    QUESTIONS,
+    Pipeline,
+    Terms,
+    agree,
+    fake_server,
+    options_of,
+    pack_command,
+    read_facts,
+    user_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gym_capture_redis.embedded import EmbeddedServer
 
-logger = logging.getLogger(__name__)
-
-_FAKE_SERVERS: dict[str, Any] = {}
-_SEEN = ServersSeen()
-_WARNED: set[tuple[str, str]] = set()
+T = TypeVar("T")
 
 
 class Link:
@@ -61,20 +50,14 @@ class Link:
 
     ``run_id`` tells which server process answered last: another one may have forgotten what the
     first had acknowledged. ``settles_at_s``: until when it may be getting that back, in ``time.monotonic``;
-    never for one that ``began_empty``. ``dialect``: how scripts are written for it.
+    never for one that ``began_empty``.
     """
 
-    def __init__(
-        self, settings: ConnectionSettings, server: Address | str, *, began_empty: bool = False
-    ) -> None:
+    def __init__(self, settings: ServerSettings, server: Address | str, *, began_empty: bool = False) -> None:
         self._settings = settings
         self._place = server
         self._began_empty = began_empty
-        self._server = str(settings.url)
-        self.run_id = ""
-        self.settles_at_s = 0.0
-        self.dialect = Dialect(flagged=settings.url.scheme != "fakeredis")
-        self._confirming: list[Confirming] = []
+        self._terms = Terms("", Dialect(flagged=settings.url.scheme != "fakeredis"))
         self._transport: asyncio.WriteTransport | None = None
         if settings.url.scheme == "fakeredis":
             self._connection = self._open_fake()
@@ -82,6 +65,21 @@ class Link:
             self._connection = _new_connection(
                 settings, server, db=settings.url.db, redis_connect_func=self._verify, **user_of(settings)
             )
+
+    @property
+    def run_id(self) -> str:
+        """Run id of the server process."""
+        return self._terms.run_id
+
+    @property
+    def settles_at_s(self) -> float:
+        """When freezing needs to wait no more."""
+        return self._terms.settles_at_s
+
+    @property
+    def dialect(self) -> Dialect:
+        """How scripts are written for it."""
+        return self._terms.dialect
 
     async def connect(self) -> None:
         """Connect, greet and verify the server.
@@ -107,18 +105,9 @@ class Link:
                 replies is known.
 
         """
-        connection = self._connection
-        # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
-        nonce = secrets.token_bytes(8)
-        confirming = self._confirming if confirm_s is not None else []
-        wait_ms = max(1, int((confirm_s or 0) * 1000))  # 0 would be for ever
-        sent = [*commands, *((*each.words, wait_ms) for each in confirming), ("ECHO", nonce)]
-        await connection.send_packed_command(b"".join(map(pack_command, sent)), check_health=False)
-        *replies, echo = [await _reply(connection) for _ in sent]
-        if echo != nonce:
-            raise InvalidResponse("the replies are out of step with the commands")
-        waited = zip(replies[len(commands) :], confirming, strict=True)
-        return replies[: len(commands)], all(_count(reply) >= each.least for reply, each in waited)
+        connection, pipeline = self._connection, Pipeline(commands, self._terms, confirm_s)
+        await connection.send_packed_command(pipeline.packed, check_health=False)
+        return pipeline.read([await _reply(connection) for _ in range(pipeline.count)])
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -138,13 +127,9 @@ class Link:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * PART_BYTES)
 
     def _open_fake(self) -> AbstractConnection:
-        try:
-            from fakeredis import FakeAsyncRedis, FakeServer
-        except ImportError:
-            raise ConfigurationError("fakeredis: needs `pip install 'gym-capture-redis[fake]'`") from None
-        if self._settings.durability != "memory":
-            raise DurabilityError("fakeredis keeps nothing; choose durability='memory' in your unit test")
-        server = _FAKE_SERVERS.setdefault(self._settings.url.host, FakeServer())
+        server = fake_server(self._settings)
+        from fakeredis import FakeAsyncRedis
+
         pool: Any = FakeAsyncRedis(server=server).connection_pool
         connection: AbstractConnection = pool.make_connection()
         return connection
@@ -155,36 +140,12 @@ class Link:
             await connection.on_connect()
             self._transport = connection._writer.transport if connection._writer else None  # noqa: SLF001
             self._widen()
-            facts = await self._ask(connection)
-            check_server(
-                facts,
-                durability=self._settings.durability,
-                assume_appendfsync=self._settings.assume_appendfsync,
-                server=self._server,
-            )
+            facts = read_facts(self._place, *[await _answer(connection, *words) for words in QUESTIONS])
+            self._terms = agree(facts, self._settings, self._place, began_empty=self._began_empty)
         except BaseException:
             # redis-py cleans up after its own errors only.
             await connection.disconnect(nowait=True)
             raise
-        self.run_id = facts.run_id
-        if not self._began_empty:
-            self.settles_at_s = _SEEN.meet(self._place, facts, settle_s=self._settings.settle_s)
-        self._confirming = confirming_commands(facts, self._settings)
-        self.dialect = Dialect(confirmed=bool(self._confirming))
-        for warning in warnings_about(
-            facts, topology=self._settings.url.topology, replicas=self._settings.replicas
-        ):
-            _warn_once(self._server, warning)
-
-    async def _ask(self, connection: AbstractConnection) -> ServerFacts:
-        """What the server says of itself, once it can say it."""
-        facts = await _read_facts(connection)
-        if facts.still_starting:
-            _SEEN.meet_starting(self._place)
-            raise BusyLoadingError(facts.still_starting)
-        if not facts.is_primary:  # demoted, or not promoted yet
-            raise RedisConnectionError("it is a replica")
-        return facts
 
 
 Connected = Callable[[Link, Callable[[bytes], bool]], Awaitable[None]]
@@ -205,11 +166,11 @@ async def prepare(link: Link, connected: Callable[[], Awaitable[None]]) -> Link:
 class EmbeddedLease:
     """Holds the embedded server for as long as an executor needs it."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._path, self._durability = settings.url.path, settings.durability
         self._server: EmbeddedServer | None = None
 
-    async def acquire(self) -> str:
+    def start(self) -> str:
         """Start or join the server that the URL names, again if it has gone, and return its socket's path."""
         from gym_capture_redis.embedded import EmbeddedServer
 
@@ -217,7 +178,7 @@ class EmbeddedLease:
             self._server = EmbeddedServer(
                 self._path or None, appendfsync="always" if self._durability == "fsync" else "everysec"
             )
-        await asyncio.to_thread(self._server.start)
+        self._server.start()
         return str(self._server.socket_path)
 
     @property
@@ -225,24 +186,45 @@ class EmbeddedLease:
         """Whether its directory held no data when it was started: it has forgotten nothing."""
         return self._server is not None and self._server.began_empty
 
-    async def release(self) -> None:
+    def stop(self) -> None:
         """Let the server go; it ends when nobody else holds it."""
         server, self._server = self._server, None
         if server is not None:
-            await asyncio.to_thread(server.stop)
+            server.stop()
 
 
-def pack_command(words: Sequence[Argument]) -> bytes:
-    """A command as it goes over the wire. redis-py takes three times as long for one of many short words."""
-    parts = [b"*%d\r\n" % len(words)]
-    for word in words:
-        raw = word if isinstance(word, bytes) else str(word).encode()
-        parts += (b"$%d\r\n" % len(raw), raw, b"\r\n")
-    return b"".join(parts)
+async def follow(search: Search[T], settings: ServerSettings) -> T:
+    """Ask what ``search`` wants to know, one server after the other, and return what it found.
+
+    Raises:
+        redis.exceptions.RedisError: it found nothing, or was refused for good.
+
+    """
+    question = next(search)
+    while True:
+        answer: Any
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                answer = await ask(
+                    settings,
+                    question.server,
+                    *question.words,
+                    username=question.username,
+                    password=question.password,
+                )
+        except TimeoutError:
+            answer = redis_errors.TimeoutError(f"{question.server} gave no answer")
+        except (redis_errors.RedisError, OSError) as error:
+            answer = error
+        try:
+            question = search.send(answer)
+        except StopIteration as found:
+            result: T = found.value
+            return result
 
 
 async def ask(
-    settings: ConnectionSettings, server: Address, *words: str, username: str | None, password: str | None
+    settings: ServerSettings, server: Address, *words: str, username: str | None, password: str | None
 ) -> Any:
     """The reply of a server to one command, over a connection of its own.
 
@@ -259,73 +241,25 @@ async def ask(
         await connection.disconnect(nowait=True)
 
 
-def _new_connection(
-    settings: ConnectionSettings, server: Address | str, **options: Any
-) -> AbstractConnection:
-    options |= {
-        "protocol": 2,  # RESP3 switches off the check for connections that are out of step
+def _new_connection(settings: ServerSettings, server: Address | str, **options: Any) -> AbstractConnection:
+    options |= options_of(settings, server) | {
         "retry": Retry(NoBackoff(), 0),  # the one retry loop is ours and has a deadline
         "socket_timeout": None,
         "socket_connect_timeout": None,
-        "socket_read_size": PART_BYTES,
     }
     if isinstance(server, str):
-        return UnixDomainSocketConnection(path=server, **options)
-    options |= {"host": server.host, "port": server.port, "socket_keepalive": True}
-    if settings.url.scheme == "tls":
-        return SSLConnection(**options, **_tls_options(settings.tls or TlsSettings()))
-    return Connection(**options)
+        return UnixDomainSocketConnection(**options)
+    return (SSLConnection if settings.url.scheme == "tls" else Connection)(**options)
 
 
-def user_of(settings: ConnectionSettings) -> dict[str, str | None]:
-    """Who asks, for servers that hold rollouts."""
-    secret = settings.password or settings.url.password
-    return {
-        "username": settings.username or settings.url.username,
-        "password": secret.get_secret_value() if secret else None,
-    }
-
-
-def _count(reply: Any) -> int:
-    """How many have it, by the reply of ``WAIT``, or the first of ``WAITAOF``; none by an error."""
-    first = reply[0] if isinstance(reply, list) and reply else reply
-    return first if isinstance(first, int) else 0
-
-
-def _warn_once(server: str, warning: str) -> None:
-    if (server, warning) not in _WARNED:
-        _WARNED.add((server, warning))
-        logger.warning("%s: %s", server, warning)
+async def _answer(connection: AbstractConnection, *words: str) -> Any:
+    await connection.send_packed_command(pack_command(words), check_health=False)
+    return await _reply(connection)
 
 
 async def _reply(connection: AbstractConnection) -> Any:
     """The next reply; an error reply as an exception that is not raised."""
     try:
         return await connection.read_response()
-    except ResponseError as error:
+    except redis_errors.ResponseError as error:
         return error
-
-
-async def _read_facts(connection: AbstractConnection) -> ServerFacts:
-    await connection.send_command("INFO")
-    info = await connection.read_response()
-    await connection.send_command("CONFIG", "GET", *CONFIG_NAMES)
-    try:
-        flat = await connection.read_response()
-    except (NoPermissionError, ResponseError):
-        return ServerFacts.parse(info, None)
-    words = [word.decode("utf-8", "replace") for word in flat]
-    return ServerFacts.parse(info, dict(zip(words[::2], words[1::2], strict=True)))
-
-
-def _tls_options(tls: TlsSettings) -> dict[str, Any]:
-    for name in ("ca_certs_path", "cert_path", "key_path"):
-        path = getattr(tls, name)
-        if path is not None and not os.access(path, os.R_OK):
-            raise ConfigurationError(f"setting 'tls.{name}' names {path!r}, which cannot be read")
-    return {
-        "ssl_ca_certs": tls.ca_certs_path,
-        "ssl_certfile": tls.cert_path,
-        "ssl_keyfile": tls.key_path,
-        "ssl_check_hostname": tls.check_hostname,
-    }

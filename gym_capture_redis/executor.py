@@ -13,15 +13,9 @@ from redis.exceptions import AskError, ClusterDownError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gym_capture_redis.connection import Link
-from gym_capture_redis.errors import BackendUnavailableError, CaptureError, DurabilityError
-from gym_capture_redis.faults import (
-    NotConfirmedError,
-    NotSettledError,
-    explain,
-    final_error,
-    is_transient,
-    is_unknown_script,
-)
+from gym_capture_redis.errors import BackendUnavailableError, CaptureError
+from gym_capture_redis.failures import Failures
+from gym_capture_redis.faults import is_transient, is_unknown_script
 from gym_capture_redis.healing import Healer, Owns
 from gym_capture_redis.inflight import ByteBudget, Hold
 from gym_capture_redis.lanes import closed_error, exchange
@@ -46,7 +40,7 @@ class Executor:
 
     def __init__(self, settings: ConnectionSettings, healer: Healer | None = None) -> None:
         self._timeout_s = settings.timeout_s
-        self._durability, self._replicas = settings.durability, settings.replicas
+        self._failures = Failures(settings)
         self._server = str(settings.url)
         self._one_key = settings.url.topology == "cluster"
         self._healer = healer
@@ -80,13 +74,13 @@ class Executor:
                 )
                 answer = await _until(deadline, reply)
             except TimeoutError as error:
-                raise self._too_late(f"{self._server} gave no answer", subject, backoff.last, error) from None
+                raise self._failures.no_answer(subject, backoff.last, error) from None
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
                 if is_unknown_script(error) and not by_source:
                     by_source = True
                     continue
                 if not is_transient(error):
-                    raise _about(subject, final_error(error, self._server)) from None
+                    raise self._failures.final(error, subject) from None
                 redirected = self._topology.learn(error, node) if node is not None else None
                 pause_s = backoff.after(error)
             else:
@@ -95,7 +89,7 @@ class Executor:
                 return answer
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
-                raise self._too_late(f"{self._server} gave no answer", subject, backoff.last)
+                raise self._failures.no_answer(subject, backoff.last)
             await asyncio.sleep(min(pause_s, left_s))
 
     def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply) -> None:
@@ -194,7 +188,7 @@ class Executor:
             async with asyncio.timeout_at(deadline):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError as error:
-            raise self._too_late("encoding or decoding did not end", subject, None) from error
+            raise self._failures.too_late("encoding or decoding did not end", subject, None) from error
 
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
@@ -206,30 +200,6 @@ class Executor:
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None
-
-    def _too_late(
-        self, what: str, subject: Subject, last: BaseException | None, cause: BaseException | None = None
-    ) -> CaptureError:
-        if isinstance(last, NotConfirmedError):
-            error: CaptureError = DurabilityError(
-                f"{self._server} applied the step on {subject}, but durability={self._durability!r} with "
-                f"replicas={self._replicas} was not confirmed within {self._timeout_s:g} s; a failure of the "
-                "server could still undo it. Repeating it is safe"
-            )
-        elif isinstance(last, NotSettledError):
-            error = BackendUnavailableError(
-                f"{self._server} was started or promoted a moment ago, and workers may still be putting back "
-                f"what it forgot; nothing changed on {subject}, try again in {last.left_s:.1f} s"
-            )
-        else:
-            why = f" (last: {explain(last)})" if last is not None else ""
-            error = BackendUnavailableError(
-                f"{what} within {self._timeout_s:g} s{why}; "
-                f"the step on {subject} may or may not have been applied, and repeating it is safe"
-            )
-        error.rollout_id, error.model_call_id = subject.rollout_id, subject.model_call_id
-        error.__cause__ = last or cause
-        return error
 
 
 async def _until(deadline: float, reply: asyncio.Future[Reply]) -> Reply:
@@ -281,10 +251,3 @@ class PerLoop:
         executor = self._executors.pop(asyncio.get_running_loop(), None) if self._pid == os.getpid() else None
         if executor is not None:
             await executor.close()
-
-
-def _about(subject: Subject, error: CaptureError) -> CaptureError:
-    """A copy of ``error`` that says what it is about; one error object may answer a whole batch."""
-    return type(error)(
-        f"{error} ({subject})", rollout_id=subject.rollout_id, model_call_id=subject.model_call_id
-    )

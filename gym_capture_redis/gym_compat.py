@@ -47,6 +47,20 @@ def gym_attribute(module: str, name: str) -> Any | None:
     return getattr(home, name, getattr(package, name, None))
 
 
+def required_attribute(module: str, name: str) -> Any:
+    """``name`` of Gym's submodule ``module``, for what works in Gym only.
+
+    Raises:
+        ImportError: Gym is not here, or has no such thing; the message says what to install.
+
+    """
+    found = gym_attribute(module, name)
+    if found is None:
+        lacks = f"the installed NeMo Gym has no {name}" if gym_package() else "NeMo Gym is not installed"
+        raise ImportError(f"{lacks}; this part of gym-capture-redis needs `pip install 'nemo-gym>=0.6'`")
+    return found
+
+
 def shared_objects(module: str, names: Sequence[str]) -> dict[str, Any]:
     """Gym's own objects of these names, or an empty dict where there is no Gym.
 

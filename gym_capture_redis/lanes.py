@@ -19,6 +19,7 @@ from redis.exceptions import TimeoutError as NoReplyError
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError, is_unknown_script
+from gym_capture_redis.retry import attempt_s
 from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step, command, read_replies
 from gym_capture_redis.settings import ConnectionSettings
 
@@ -28,9 +29,6 @@ MIN_SHARE_CALLS = 8
 MAX_JOINED_BYTES = 2**18
 """A larger step is a script call of its own: joining it would save nothing and hold the server longer."""
 
-_SHORTEST_ATTEMPT_S = 1.0
-_ATTEMPTS_IN_A_DEADLINE = 4
-_SLOWEST_BYTES_PER_S = 10 * 2**20
 _CONFIRM_S = 1.0
 """How long steps that are put back wait for their copies."""
 
@@ -182,10 +180,9 @@ class Lanes:
         return batch
 
     def _attempt_s(self, batch: Sequence[Job]) -> float:
-        """How long one attempt may take: a connection that fell silent must leave time for another."""
         left_s = max(job.deadline for job in batch) - asyncio.get_running_loop().time()
-        share_s = max(_SHORTEST_ATTEMPT_S, self._settings.timeout_s / _ATTEMPTS_IN_A_DEADLINE)
-        return min(left_s, share_s + sum(job.call.nbytes for job in batch) / _SLOWEST_BYTES_PER_S)
+        nbytes = sum(job.call.nbytes for job in batch)
+        return attempt_s(left_s, timeout_s=self._settings.timeout_s, nbytes=nbytes)
 
 
 def closed_error() -> BackendUnavailableError:

@@ -9,6 +9,16 @@ from gym_capture_redis.faults import NotSettledError, is_redirection
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 1.0
 
+_SHORTEST_ATTEMPT_S = 1.0
+_ATTEMPTS_IN_A_DEADLINE = 4
+_SLOWEST_BYTES_PER_S = 10 * 2**20
+
+
+def attempt_s(left_s: float, *, timeout_s: float, nbytes: int) -> float:
+    """How long one attempt may take: a connection that fell silent must leave time for another."""
+    share_s = max(_SHORTEST_ATTEMPT_S, timeout_s / _ATTEMPTS_IN_A_DEADLINE)
+    return min(left_s, share_s + nbytes / _SLOWEST_BYTES_PER_S)
+
 
 class Backoff:
     """Full jitter, longer after every failure; no pause before a redirection is followed. ``last``: error."""

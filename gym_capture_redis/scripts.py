@@ -58,6 +58,8 @@ class Step(Enum):
     PEEK = ("peek", "allow-oom")
     RETIRE = ("retire", "allow-oom")
     DELETE = ("delete", "allow-oom")
+    INDEX = ("index", "allow-oom")
+    BLOCKS = ("blocks", "allow-oom")
     VERIFY = ("verify", "allow-oom")
 
     @cache
@@ -85,7 +87,7 @@ class Step(Enum):
     @property
     def writes(self) -> bool:
         """Whether it may change something."""
-        return self not in (Step.PEEK, Step.READ)
+        return self not in (Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS)
 
     @property
     def needs_settled_server(self) -> bool:
@@ -95,7 +97,7 @@ class Step(Enum):
     @property
     def is_short(self) -> bool:
         """Whether one call of the script may hold many of these steps: their work is small and bounded."""
-        return self not in (Step.FREEZE, Step.READ)
+        return self not in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS)
 
     @cache
     def sha1(self, dialect: Dialect, *, healing: bool = False) -> str:
@@ -280,6 +282,30 @@ class Frozen:
         return cls(reply, snapshot_id.decode(), Facts(*map(int, facts)), Chunk.parse(next_seq, rows))
 
 
+@dataclass(frozen=True)
+class Index:
+    """The calls that some steps recorded: name, and the beginning of the record (``codec.parse_head``).
+
+    ``next_seq`` is the step to read on from now, ``resume_seq`` from where to look for more at a later time.
+    """
+
+    next_seq: int
+    resume_seq: int
+    records: tuple[tuple[bytes, bytes], ...]
+
+    @classmethod
+    def parse(cls, reply: Reply) -> Index:
+        """Read the rest of a reply of ``index``, whose code is OK."""
+        next_seq, resume_seq, records = reply.rest
+        return cls(int(next_seq), int(resume_seq), tuple((call, head) for call, head in records))
+
+
+def stored_blocks(reply: Reply) -> dict[bytes, bytes]:
+    """Names and values in a reply of ``blocks``."""
+    (flat,) = reply.rest
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
 def join(key: bytes, *, new_incarnation: str) -> Call:
     """``lua/join.lua``."""
     return Call(Step.JOIN, key, (new_incarnation,))
@@ -380,3 +406,13 @@ def verify(key: bytes, *, new_incarnation: str, incarnation: str, seq: int) -> C
 def heal(call: Call, *, seq: int, incarnation: str, new_incarnation: str) -> Call:
     """``lua/_heal.lua``: put the step of ``call`` back, whose number was ``seq`` (0: not known)."""
     return replace(call, args=(seq, incarnation, new_incarnation, *call.args), healing=True)
+
+
+def index(key: bytes, *, incarnation: str, from_seq: int, max_bytes: int) -> Call:
+    """``lua/index.lua``."""
+    return Call(Step.INDEX, key, (incarnation, from_seq, max_bytes))
+
+
+def blocks(key: bytes, *, incarnation: str, known: Sequence[bytes], ends: Sequence[bytes]) -> Call:
+    """``lua/blocks.lua``."""
+    return Call(Step.BLOCKS, key, (incarnation, b"".join(known), b"".join(ends)))

@@ -1,29 +1,28 @@
-"""Asks the sentinels of a URL for the primary of their service."""
+"""Asks the sentinels of a URL for the primary of their service. No I/O here."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 
 from redis import exceptions as redis_errors
 
-from gym_capture_redis.connection import ask
 from gym_capture_redis.faults import explain, is_transient
+from gym_capture_redis.searches import Question, Search
 from gym_capture_redis.server_url import Address
-from gym_capture_redis.settings import ConnectionSettings
-
-_ASK_TIMEOUT_S = 1.0
-"""One that is away must leave time to ask the others."""
+from gym_capture_redis.settings import ServerSettings
 
 
 class Sentinels:
     """The sentinels, those first that answered last."""
 
-    def __init__(self, settings: ConnectionSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ServerSettings) -> None:
+        self._service = settings.url.service
+        self._username = settings.sentinel_username
+        secret = settings.sentinel_password
+        self._password = secret.get_secret_value() if secret else None
         self._addresses = deque(settings.url.addresses)
 
-    async def primary(self) -> Address:
+    def primary(self) -> Search[Address]:
         """Where the primary of the service is, as far as the first sentinel knows that answers.
 
         Raises:
@@ -32,35 +31,17 @@ class Sentinels:
 
         """
         said = ""
+        words = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
         for _ in range(len(self._addresses)):
-            address = self._addresses[0]
-            try:
-                async with asyncio.timeout(_ASK_TIMEOUT_S):
-                    answer = await self._ask(address)
-            except (redis_errors.RedisError, OSError, TimeoutError) as error:
-                if not isinstance(error, TimeoutError) and not is_transient(error):
-                    raise
-                said = explain(error)
-            else:
-                if answer is not None:
-                    return answer
+            answer = yield Question(self._addresses[0], words, self._username, self._password)
+            if isinstance(answer, Exception):
+                if not is_transient(answer):
+                    raise answer
+                said = explain(answer)
+            elif answer is None:
                 said = "it does not know the service"
+            else:
+                host, port = answer
+                return Address(host.decode(), int(port))
             self._addresses.rotate(-1)
-        service = self._settings.url.service
-        raise redis_errors.ConnectionError(f"no sentinel knows a primary of {service!r} (last: {said})")
-
-    async def _ask(self, address: Address) -> Address | None:
-        secret = self._settings.sentinel_password
-        answer = await ask(
-            self._settings,
-            address,
-            "SENTINEL",
-            "GET-MASTER-ADDR-BY-NAME",
-            self._settings.url.service,
-            username=self._settings.sentinel_username,
-            password=secret.get_secret_value() if secret else None,
-        )
-        if answer is None:
-            return None
-        host, port = answer
-        return Address(host.decode(), int(port))
+        raise redis_errors.ConnectionError(f"no sentinel knows a primary of {self._service!r} (last: {said})")

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.server_url import Topology
-from gym_capture_redis.settings import ConnectionSettings, Durability
+from gym_capture_redis.settings import Durability, ServerSettings
 
 OLDEST_VERSION = (7, 0)
 
@@ -146,7 +146,7 @@ def waits_for_fsync(facts: ServerFacts, durability: Durability, appendfsync: str
     return durability == "fsync" and appendfsync == "everysec" and can
 
 
-def confirming_commands(facts: ServerFacts, settings: ConnectionSettings) -> list[Confirming]:
+def confirming_commands(facts: ServerFacts, settings: ServerSettings) -> list[Confirming]:
     """What is sent behind steps to wait until they are as durable as promised."""
     commands = []
     appendfsync = facts.appendfsync or settings.assume_appendfsync

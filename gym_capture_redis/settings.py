@@ -56,8 +56,8 @@ class TlsSettings(BaseModel):
     check_hostname: bool = True
 
 
-class ConnectionSettings(BaseModel):
-    """What sink and source have in common."""
+class ServerSettings(BaseModel):
+    """What all have in common that work with the server."""
 
     model_config = _FORBID_EXTRA
 
@@ -74,10 +74,7 @@ class ConnectionSettings(BaseModel):
     timeout_s: Seconds = 30.0
     """Deadline of every call, retries included."""
     connections: int = Field(default=2, ge=1, le=64)
-    """Connections for each event loop and process."""
-    max_inflight_bytes: int = Field(default=64 * 2**20, ge=2**20)
-    """Memory for records on their way to the server (sink), or of snapshots that ``freeze_many`` has read
-    and nobody has taken yet (source). Whoever finds no room waits; a larger one goes alone."""
+    """Connections for each event loop and process; of those that block, how many stay open while idle."""
     durability: Durability = "aof"
     """``memory``: lost with the server's memory. ``aof``: survives the server process.
     ``fsync``: survives the machine. Checked against the server on every new connection."""
@@ -133,6 +130,14 @@ class ConnectionSettings(BaseModel):
         return f"setting {name!r} is refused: {first['msg']}"
 
 
+class ConnectionSettings(ServerSettings):
+    """What sink and source have in common."""
+
+    max_inflight_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Memory for records on their way to the server (sink), or of snapshots that ``freeze_many`` has read
+    and nobody has taken yet (source). Whoever finds no room waits; a larger one goes alone."""
+
+
 class SinkSettings(ConnectionSettings):
     """Settings of ``RedisTokenSink``."""
 
@@ -162,6 +167,17 @@ class SourceSettings(ConnectionSettings):
     """Records are read in replies of about this size; a larger record comes alone."""
     tombstone_ttl_s: int = Field(default=86_400, ge=60)
     """How long a retired rollout refuses late writers; longer than any writer's deadline."""
+
+
+class LineageSettings(ServerSettings):
+    """Settings of ``RedisLineageStore``."""
+
+    prefix_cache_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Memory for the tokens of the newest parents, which spares reading what they begin with again."""
+    max_cached_rollouts: int = Field(default=65_536, ge=1)
+    """Rollouts whose calls are remembered, without their tokens."""
+    max_cached_tokens: int = Field(default=8_000_000, ge=1)
+    """Tokens that Gym itself keeps, of parents whose children hold only what they add (``delta_records``)."""
 
 
 def _plain(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Protocol
 
 from redis.exceptions import ReadOnlyError
 
 from gym_capture_redis.cluster import Cluster
-from gym_capture_redis.connection import Connected, EmbeddedLease, Link, prepare
+from gym_capture_redis.connection import Connected, EmbeddedLease, Link, follow, prepare
 from gym_capture_redis.node import Node
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
@@ -61,7 +62,7 @@ class OneServer:
     async def close(self) -> None:
         """End all connections, and let the embedded server go."""
         await self._node.close()
-        await self._embedded.release()
+        await asyncio.to_thread(self._embedded.stop)
 
     async def _open_link(self) -> Link:
         place = await self._place()
@@ -71,9 +72,9 @@ class OneServer:
     async def _place(self) -> Address | str:
         url = self._settings.url
         if url.topology == "sentinel":
-            return await self._sentinels.primary()
+            return await follow(self._sentinels.primary(), self._settings)
         if url.scheme == "embedded":
-            return await self._embedded.acquire()
+            return await asyncio.to_thread(self._embedded.start)
         return url.path if url.scheme == "unix" else url.addresses[0]
 
 

@@ -13,7 +13,7 @@ from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import codec, lanes, scripts, taking
+from gym_capture_redis import codec, lanes, retry, scripts, taking
 from gym_capture_redis.errors import BackendUnavailableError, InvalidRecordError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import Hold
@@ -183,7 +183,7 @@ async def test_while_the_server_hangs_few_puts_are_under_way_and_afterwards_all_
 async def test_puts_through_a_connection_that_fell_silent_wait_and_lose_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "_ATTEMPTS_IN_A_DEADLINE", PATIENCE_S)  # each may take a second
+    monkeypatch.setattr(retry, "_ATTEMPTS_IN_A_DEADLINE", PATIENCE_S)  # each may take a second
     made = entries()
     async with StallingProxy(bench.server.socket_path) as proxy:
         await bench.sink.close()

@@ -383,6 +383,7 @@ import numpy as np
 from gym_capture_redis import RedisTokenSink, TokenEntry
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.scripts import Step
+from gym_capture_redis.subject import Subject
 
 url, namespace, rollout = sys.argv[1:]
 run = Executor.run

@@ -10,7 +10,7 @@ import pytest
 import redis
 from support.servers import RealServer
 
-from gym_capture_redis import connection
+from gym_capture_redis import wire
 from gym_capture_redis.settings import Durability
 
 EVERY_KIND = ("valkey9", "redis7", "fakeredis")
@@ -32,7 +32,7 @@ def place_of(request: pytest.FixtureRequest, namespace: str) -> Iterator[Place]:
     if request.param == "fakeredis":
         from fakeredis import FakeRedis, FakeServer
 
-        server = connection._FAKE_SERVERS.setdefault(namespace, FakeServer())
+        server = wire._FAKE_SERVERS.setdefault(namespace, FakeServer())
         with FakeRedis(server=server) as client:
             yield Place(f"fakeredis://{namespace}", "memory", client)
     else:

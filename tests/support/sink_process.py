@@ -1,4 +1,4 @@
-"""Sinks that run in another process, as in an inference worker; the test holds their remote controls."""
+"""Sinks and lineage stores in another process, as in a worker; the test holds their remote controls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Request:
-    """One method call on one of the sinks of the process."""
+    """One method call on one of the objects of the process."""
 
     sink: int
     method: str
@@ -24,7 +24,7 @@ class Request:
 
 
 class SinkProcess:
-    """A spawned process that makes sinks with ``factory``, which must be picklable, and runs them."""
+    """A spawned process that makes objects with ``factory``, which must be picklable, and runs them."""
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -44,17 +44,23 @@ class SinkProcess:
         self._sinks += 1
         return RemoteSink(self, self._sinks)
 
-    async def run(self, request: Request) -> None:
+    def make_lineage_store(self) -> RemoteLineageStore:
+        """Return the remote control of a new lineage store in the process."""
+        self._sinks += 1
+        return RemoteLineageStore(self, self._sinks)
+
+    async def run(self, request: Request) -> Any:
         """Run a method there; what it raises there is raised here."""
-        error = await asyncio.to_thread(self._round_trip, request)
+        result, error = await asyncio.to_thread(self._round_trip, request)
         if error is not None:
             raise error
+        return result
 
-    def _round_trip(self, request: Request) -> BaseException | None:
+    def _round_trip(self, request: Request) -> tuple[Any, BaseException | None]:
         with self._one_at_a_time:
             self._connection.send(request)
-            error: BaseException | None = self._connection.recv()
-        return error
+            outcome: tuple[Any, BaseException | None] = self._connection.recv()
+        return outcome
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +105,20 @@ class RemoteSink:
         await self._process.run(Request(self._number, method, args, kwargs))
 
 
+class RemoteLineageStore:
+    """A lineage store whose ``resolve`` runs in a ``SinkProcess``."""
+
+    def __init__(self, process: SinkProcess, number: int) -> None:
+        self._process = process
+        self._number = number
+
+    async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> Any:
+        return await self._process.run(Request(self._number, "resolve", (rollout_id, request_items), {}))
+
+    async def close(self) -> None:
+        await self._process.run(Request(self._number, "close", (), {}))
+
+
 def _serve(connection: Connection, factory: Callable[[], Any]) -> None:
     """Body of the process: one event loop, and requests answered one after the other."""
     with asyncio.Runner() as runner, connection:
@@ -108,9 +128,8 @@ def _serve(connection: Connection, factory: Callable[[], Any]) -> None:
             connection.send(runner.run(_outcome(sink, request)))
 
 
-async def _outcome(sink: Any, request: Request) -> BaseException | None:
+async def _outcome(sink: Any, request: Request) -> tuple[Any, BaseException | None]:
     try:
-        await getattr(sink, request.method)(*request.args, **request.kwargs)
+        return await getattr(sink, request.method)(*request.args, **request.kwargs), None
     except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
-        return error
-    return None
+        return None, error

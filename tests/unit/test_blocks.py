@@ -20,7 +20,7 @@ from support.sequences import (
     tree_of,
 )
 
-from gym_capture_redis.blocks import BLOCK_IDS, NAME_BYTES, ROOT, BlockTree, TokenSequence, cut
+from gym_capture_redis.blocks import BLOCK_IDS, NAME_BYTES, ROOT, BlockTree, TokenSequence, cut, joined
 from gym_capture_redis.packing import Packed, pack_integers, unpack_integers
 
 IDS = random_ids(2 * BLOCK_IDS + 88)
@@ -312,3 +312,25 @@ def test_a_tail_of_another_sequence_changes_nothing() -> None:
     tree.add_tail(sequence.end, Packed("u1", b"\1" * 200))
     tree.add_tail(sequence.names[0], Packed("u1", b"\2" * 200))
     assert_comes_back(tree, IDS, 300)
+
+
+# One sequence, beside others that are known
+
+
+@given(conversation=conversations, data=st.data())
+def test_a_sequence_comes_back_from_what_is_stored_and_what_is_known(
+    conversation: list[list[int]], data: st.DataObject
+) -> None:
+    sequences = [sequence_of(ids) for ids in conversation]
+    number = data.draw(st.integers(0, len(sequences) - 1))
+    wanted, ids = sequences[number], conversation[number]
+    known = [each.without_tail() for each in data.draw(st.lists(st.sampled_from(sequences), max_size=3))]
+    here = {name for each in known for name in each.names}
+    stored = {name: value for name, value in wanted.blocks_from(0) if name not in here}
+    back = joined(wanted.end, wanted.tail, stored, known)
+    assert (back.ids.tolist(), back.names) == (ids, wanted.names)
+    for name, value in stored.items():
+        for damaged in ({}, {name: value[:-1] + bytes([value[-1] ^ 1])}, {name: value[:-1]}):
+            rest = {other: kept for other, kept in stored.items() if other != name}
+            with pytest.raises(ValueError, match="not the block of this name"):
+                joined(wanted.end, wanted.tail, rest | damaged, known)

@@ -8,7 +8,7 @@ import pytest
 from redis import exceptions as redis_errors
 from redis.crc import key_slot
 
-from gym_capture_redis import cluster as cluster_module
+from gym_capture_redis import connection
 from gym_capture_redis.cluster import Cluster
 from gym_capture_redis.node import Node
 from gym_capture_redis.server_url import Address
@@ -27,7 +27,7 @@ class Nodes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: Answers = {}
         self.asked: list[Address] = []
-        monkeypatch.setattr(cluster_module, "ask", self._ask)
+        monkeypatch.setattr(connection, "ask", self._ask)
 
     async def _ask(self, _: SinkSettings, address: Address, *words: str, **__: Any) -> Any:
         assert words == ("CLUSTER", "SLOTS")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
-from gym_capture_redis import sentinels as sentinels_module
+from gym_capture_redis import connection
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import SinkSettings
@@ -23,7 +23,7 @@ class Network:
         self.answers: dict[str, Any] = {}
         self.asked: list[str] = []
         self.users: set[tuple[str | None, str | None]] = set()
-        monkeypatch.setattr(sentinels_module, "ask", self._ask)
+        monkeypatch.setattr(connection, "ask", self._ask)
 
     async def _ask(
         self, _: SinkSettings, address: Address, *words: str, username: str | None, password: str | None
@@ -42,8 +42,19 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     return Network(monkeypatch)
 
 
-def sentinels(**settings: Any) -> Sentinels:
-    return Sentinels(SinkSettings.build("redis+sentinel://:pw@a,b,c/service", "run", settings))
+class Asking:
+    """Sentinels, asked as the asynchronous client asks them."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = SinkSettings.build("redis+sentinel://:pw@a,b,c/service", "run", settings)
+        self._sentinels = Sentinels(self._settings)
+
+    async def primary(self) -> Address:
+        return await connection.follow(self._sentinels.primary(), self._settings)
+
+
+def sentinels(**settings: Any) -> Asking:
+    return Asking(**settings)
 
 
 async def test_the_first_that_answers_is_believed_and_asked_first_again(network: Network) -> None:

@@ -1,0 +1,199 @@
+"""What goes over a connection, whoever waits for it: options, greeting, pipelines. No I/O here.
+
+Async and sync connections share this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from redis.exceptions import BusyLoadingError, InvalidResponse, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from gym_capture_redis.errors import ConfigurationError, DurabilityError
+from gym_capture_redis.parts import PART_BYTES
+from gym_capture_redis.scripts import Argument, Dialect
+from gym_capture_redis.server_check import (
+    CONFIG_NAMES,
+    Confirming,
+    ServerFacts,
+    ServersSeen,
+    check_server,
+    confirming_commands,
+    warnings_about,
+)
+from gym_capture_redis.server_url import Address
+from gym_capture_redis.settings import ServerSettings, TlsSettings
+
+logger = logging.getLogger(__name__)
+
+QUESTIONS: tuple[tuple[str, ...], ...] = (("INFO",), ("CONFIG", "GET", *CONFIG_NAMES))
+"""What a server is asked on every new connection."""
+
+_FAKE_SERVERS: dict[str, Any] = {}
+_SEEN = ServersSeen()
+_WARNED: set[tuple[str, str]] = set()
+
+
+class Terms(NamedTuple):
+    """How to work with a server that was verified: which process it is, and what it must be asked."""
+
+    run_id: str
+    dialect: Dialect
+    confirming: tuple[Confirming, ...] = ()
+    settles_at_s: float = 0.0
+    """Until when it may be getting back what it forgot, in ``time.monotonic``."""
+
+
+def read_facts(
+    place: Address | str, info: bytes | ResponseError, config: list[bytes] | ResponseError
+) -> ServerFacts:
+    """What the server at ``place`` said to ``QUESTIONS``.
+
+    Raises:
+        redis.exceptions.RedisError: it cannot say yet, will not, or is no primary.
+
+    """
+    if isinstance(info, ResponseError):
+        raise info
+    pairs = None
+    if not isinstance(config, ResponseError):  # else CONFIG is forbidden
+        words = [word.decode("utf-8", "replace") for word in config]
+        pairs = dict(zip(words[::2], words[1::2], strict=True))
+    facts = ServerFacts.parse(info, pairs)
+    if facts.still_starting:
+        _SEEN.meet_starting(place)
+        raise BusyLoadingError(facts.still_starting)
+    if not facts.is_primary:  # demoted, or not promoted yet
+        raise RedisConnectionError("it is a replica")
+    return facts
+
+
+def agree(
+    facts: ServerFacts, settings: ServerSettings, place: Address | str, *, began_empty: bool = False
+) -> Terms:
+    """Refuse a server that cannot keep the promise, and warn of what is not safe, once for each process.
+
+    Raises:
+        DurabilityError, ConfigurationError: see ``check_server``.
+
+    """
+    server = str(settings.url)
+    check_server(
+        facts,
+        durability=settings.durability,
+        assume_appendfsync=settings.assume_appendfsync,
+        server=server,
+    )
+    for warning in warnings_about(facts, topology=settings.url.topology, replicas=settings.replicas):
+        if (server, warning) not in _WARNED:
+            _WARNED.add((server, warning))
+            logger.warning("%s: %s", server, warning)
+    confirming = tuple(confirming_commands(facts, settings))
+    settles_at_s = 0.0 if began_empty else _SEEN.meet(place, facts, settle_s=settings.settle_s)
+    return Terms(facts.run_id, Dialect(confirmed=bool(confirming)), confirming, settles_at_s)
+
+
+class Pipeline:
+    """Commands that are sent at once, and what their replies mean.
+
+    With ``confirm_s`` it waits for so long until they are as durable as promised. ``packed`` is what to send,
+    ``count`` how many replies will come.
+    """
+
+    def __init__(
+        self, commands: Sequence[tuple[Argument, ...]], terms: Terms, confirm_s: float | None
+    ) -> None:
+        # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
+        self._nonce = secrets.token_bytes(8)
+        self._commands = len(commands)
+        self._confirming = terms.confirming if confirm_s is not None else ()
+        wait_ms = max(1, int((confirm_s or 0) * 1000))  # 0 would be for ever
+        sent = [*commands, *((*each.words, wait_ms) for each in self._confirming), ("ECHO", self._nonce)]
+        self.count = len(sent)
+        self.packed = b"".join(map(pack_command, sent))
+
+    def read(self, replies: Sequence[Any]) -> tuple[list[Any], bool]:
+        """The replies to the commands, and whether they are confirmed.
+
+        Raises:
+            InvalidResponse: the connection is out of step; none of the replies is known.
+
+        """
+        *answers, echo = replies
+        if echo != self._nonce:
+            raise InvalidResponse("the replies are out of step with the commands")
+        waited = zip(answers[self._commands :], self._confirming, strict=True)
+        return answers[: self._commands], all(_count(reply) >= each.least for reply, each in waited)
+
+
+def pack_command(words: Sequence[Argument]) -> bytes:
+    """A command as it goes over the wire. redis-py takes three times as long for one of many short words."""
+    parts = [b"*%d\r\n" % len(words)]
+    for word in words:
+        raw = word if isinstance(word, bytes) else str(word).encode()
+        parts += (b"$%d\r\n" % len(raw), raw, b"\r\n")
+    return b"".join(parts)
+
+
+def user_of(settings: ServerSettings) -> dict[str, str | None]:
+    """Who asks, for servers that hold rollouts."""
+    secret = settings.password or settings.url.password
+    return {
+        "username": settings.username or settings.url.username,
+        "password": secret.get_secret_value() if secret else None,
+    }
+
+
+def options_of(settings: ServerSettings, server: Address | str) -> dict[str, Any]:
+    """Options of redis-py's connection to a server, given by address or path of its socket."""
+    options: dict[str, Any] = {
+        "protocol": 2,  # RESP3 switches off the check for connections that are out of step
+        "socket_read_size": PART_BYTES,
+    }
+    if isinstance(server, str):
+        return options | {"path": server}
+    options |= {"host": server.host, "port": server.port, "socket_keepalive": True}
+    if settings.url.scheme == "tls":
+        options |= _tls_options(settings.tls or TlsSettings())
+    return options
+
+
+def fake_server(settings: ServerSettings) -> Any:
+    """The fake server of a ``fakeredis:`` URL, the same for the whole process.
+
+    Raises:
+        ConfigurationError: fakeredis is not installed.
+        DurabilityError: more is asked for than it can promise.
+
+    """
+    try:
+        from fakeredis import FakeServer
+    except ImportError:
+        raise ConfigurationError("fakeredis: needs `pip install 'gym-capture-redis[fake]'`") from None
+    if settings.durability != "memory":
+        raise DurabilityError("fakeredis keeps nothing; choose durability='memory' in your unit test")
+    return _FAKE_SERVERS.setdefault(settings.url.host, FakeServer())
+
+
+def _tls_options(tls: TlsSettings) -> dict[str, Any]:
+    for name in ("ca_certs_path", "cert_path", "key_path"):
+        path = getattr(tls, name)
+        if path is not None and not os.access(path, os.R_OK):
+            raise ConfigurationError(f"setting 'tls.{name}' names {path!r}, which cannot be read")
+    return {
+        "ssl_ca_certs": tls.ca_certs_path,
+        "ssl_certfile": tls.cert_path,
+        "ssl_keyfile": tls.key_path,
+        "ssl_check_hostname": tls.check_hostname,
+    }
+
+
+def _count(reply: Any) -> int:
+    """How many have it, by the reply of ``WAIT``, or the first of ``WAITAOF``; none by an error."""
+    first = reply[0] if isinstance(reply, list) and reply else reply
+    return first if isinstance(first, int) else 0
