@@ -63,7 +63,7 @@ async def test_what_a_replica_had_to_confirm_is_there_after_its_promotion(
         sentinel_group.url, ledger, ROLLOUTS, server_kept_all=True, settings=settings
     )
     assert not ledger.count(Kind.FAILED)
-    assert not any(snapshot.incomplete for snapshot in snapshots.values())
+    assert not [reason for snapshot in snapshots.values() for reason in snapshot.reasons]
 
 
 @pytest.mark.parametrize("sentinel_group", ["redis7"], indirect=True)
@@ -100,4 +100,4 @@ async def test_slots_that_are_migrated_under_writers_lose_nothing(
     snapshots = await read_and_judge(
         cluster_group.url, ledger, ROLLOUTS, server_kept_all=True, settings=settings
     )
-    assert not any(snapshot.incomplete for snapshot in snapshots.values())
+    assert not [reason for snapshot in snapshots.values() for reason in snapshot.reasons]

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ class Play:
             format="%(asctime)s %(processName)s %(levelname)s %(message)s",
             force=True,
         )
+
+    def beginning_now(self) -> Play:
+        """The same, as long, from now on."""
+        now_s = time.monotonic()
+        return replace(self, began_s=now_s, ends_s=now_s + self.ends_s - self.began_s)
 
     @property
     def round(self) -> int:

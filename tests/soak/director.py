@@ -14,7 +14,7 @@ from soak.acts import Play, Trainer, Worker
 from soak.stages import Fault, Stage
 from support.ledger import Kind, LedgerTail
 from support.verdict import violations
-from support.writers import WriterProcess
+from support.writers import Job, WriterProcess
 
 WORKERS = 3
 SHORTEST_GAP_S, LONGEST_GAP_S = 0.5, 4.0
@@ -40,7 +40,7 @@ class Director:
         self._running = contextlib.ExitStack()
         self._names = iter(range(10**9))
         self._workers: list[WriterProcess] = []
-        self._trainer = self._new_trainer()
+        self._trainer = self._new_process("t")
         self._lost_s = self._worker_killed_s = float("-inf")
         self.counts: Counter[str] = Counter()
         self.acknowledged: Counter[Kind] = Counter()
@@ -48,8 +48,7 @@ class Director:
     async def run(self) -> list[str]:
         """Play to the end; returns every law that was broken."""
         with self._running:
-            self._workers = [self._new_worker() for _ in range(WORKERS)]
-            self._trainer.start(Trainer(self._play))
+            await self._begin()
             reporting = asyncio.create_task(self._report())
             try:
                 while not self._play.is_over:
@@ -66,6 +65,15 @@ class Director:
         for snapshot in consumed.values():
             self.counts["rollouts incomplete" if snapshot.facts["incomplete"] else "rollouts complete"] += 1
         return violations(lines, server_kept_all=self._stage.keeps_all)
+
+    async def _begin(self) -> None:
+        workers = [self._new_process("w") for _ in range(WORKERS)]
+        await asyncio.gather(
+            *(asyncio.to_thread(process.wait_until_ready) for process in (*workers, self._trainer))
+        )
+        self._play = self._play.beginning_now()
+        self._workers = [self._started(worker, Worker(self._play)) for worker in workers]
+        self._started(self._trainer, Trainer(self._play))
 
     async def _hurt(self) -> None:
         fault = self._chance.choice([*self._stage.faults, *self._deaths()])
@@ -85,25 +93,24 @@ class Director:
             worker = self._workers.pop(self._chance.randrange(len(self._workers)))
             await asyncio.to_thread(worker.kill)
             self._worker_killed_s = time.monotonic()
-            self._workers.append(self._new_worker())
+            self._workers.append(self._started(self._new_process("w"), Worker(self._play)))
 
         async def kill_trainer() -> None:
             await asyncio.to_thread(self._trainer.kill)
-            self._trainer = self._new_trainer()
-            self._trainer.start(Trainer(self._play))
+            self._trainer = self._started(self._new_process("t"), Trainer(self._play))
 
         deaths = [Fault("kill -9 of the trainer", "kills", kill_trainer)]
         if time.monotonic() - self._lost_s > MEMORY_S:
             deaths.append(Fault("kill -9 of a worker", "kills", kill_worker))
         return deaths
 
-    def _new_worker(self) -> WriterProcess:
-        worker = self._running.enter_context(WriterProcess(f"w{next(self._names)}"))
-        worker.start(Worker(self._play))
-        return worker
+    def _new_process(self, kind: str) -> WriterProcess:
+        return self._running.enter_context(WriterProcess(f"{kind}{next(self._names)}"))
 
-    def _new_trainer(self) -> WriterProcess:
-        return self._running.enter_context(WriterProcess(f"t{next(self._names)}"))
+    @staticmethod
+    def _started(process: WriterProcess, job: Job) -> WriterProcess:
+        process.start(job)
+        return process
 
     async def _end(self) -> None:
         async with asyncio.timeout(PATIENCE_S):

@@ -104,13 +104,21 @@ class WriterProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, name), daemon=True)
         self._process.start()
+        self._is_ready = False
         theirs.close()
+
+    def wait_until_ready(self) -> None:
+        """Until it has imported everything, which takes a while on a busy machine."""
+        if not self._is_ready:
+            self._connection.recv()
+            self._is_ready = True
 
     def start(self, job: Job) -> None:
         self._connection.send(job)
 
     def wait(self) -> None:
         """Until the job is done; what went wrong there is raised here."""
+        self.wait_until_ready()
         error = self._connection.recv()
         if error is not None:
             raise error
@@ -135,6 +143,7 @@ class WriterProcess:
 def _serve(connection: Connection, name: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever started it
     with connection:
+        connection.send(None)
         while (job := connection.recv()) is not None:
             try:
                 asyncio.run(job.run(name))
