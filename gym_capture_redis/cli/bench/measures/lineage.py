@@ -26,6 +26,11 @@ SHAPE = Shape(rollouts=1, calls=TURNS, first_prompt=2_000, growth=300, generated
 SHOWN_TURNS = (10, 30, 60, 91)
 KIB = 1024
 
+_NOTE = (
+    "first seen: the last turn, by a worker that meets the rollout then. Most of the time is Gym's own, in "
+    "both: hashing the request, and making and hashing a tuple of all ids, more with every turn."
+)
+
 Items = list[dict[str, Any]]
 
 
@@ -71,10 +76,7 @@ async def measure(bench: Bench) -> Section:
     )
     section.figures["lineage"] = ratio(theirs, ours, unit="ms a turn")
     section.data = {"shape": str(SHAPE), "found": {name: _plain(of) for name, of in found.items()}}
-    section.notes = [
-        "first seen: the last turn, by a worker that meets the rollout then. Most of the time is Gym's own, in "
-        "both: hashing the request, and making and hashing a tuple of all ids, more with every turn."
-    ]
+    section.notes = [_NOTE]
     return section
 
 
