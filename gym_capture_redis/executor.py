@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from redis.exceptions import ClusterDownError
+from redis.exceptions import AskError, ClusterDownError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError
@@ -133,7 +134,14 @@ class Executor:
             return await exchange(link, [call for call, _ in calls], one_key=self._one_key)
 
         async with self._healing:
-            await healer.heal(send, link.run_id, owns=owns)
+            try:
+                await healer.heal(send, link.run_id, owns=owns)
+            except (
+                AskError
+            ) as error:  # about another rollout: whoever waits for this connection is not redirected
+                raise RedisConnectionError(
+                    f"what it forgot is on the move: {type(error).__name__}"
+                ) from error
 
     async def _find(self, key: bytes, deadline: float) -> Node:
         """The node that holds the key, once that is known again."""

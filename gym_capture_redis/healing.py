@@ -11,7 +11,7 @@ from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.errors import CorruptRecordError, UnsupportedFormatError
 from gym_capture_redis.faults import final_error
 from gym_capture_redis.keys import new_incarnation, new_mark_id, rollout_key
-from gym_capture_redis.recent import RecentStep, RecentSteps
+from gym_capture_redis.recent import STEP_BYTES, RecentStep, RecentSteps
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import SinkSettings
 from gym_capture_redis.subject import Subject
@@ -186,7 +186,7 @@ def _lost_mark(step: RecentStep, subject: Subject, *, seq: int) -> RecentStep:
         reason="lost",
         mark_id=new_mark_id(),
     )
-    return RecentStep(call, subject, step.incarnation, seq, step.at_s)
+    return RecentStep(call, subject, step.incarnation, seq, step.at_s, STEP_BYTES)
 
 
 async def _sent(send: Send, calls: Sequence[tuple[Call, Subject]]) -> Sequence[Reply | Exception]:

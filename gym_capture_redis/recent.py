@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gym_capture_redis.scripts import Call, Reply
+from gym_capture_redis.scripts import CAN_BE_LOST, Call, Reply
 from gym_capture_redis.subject import Subject
 
-_STEP_BYTES = 1024
+STEP_BYTES = 1024
 """What a step takes beside its variable arguments."""
 
 
@@ -27,13 +27,10 @@ class RecentStep(NamedTuple):
     incarnation: str
     seq: int
     at_s: float
+    nbytes: int
+    """About how much memory it takes."""
     missing_since_s: float = 0.0
     """Since when it waits for what other workers have to put back before it; 0 if it does not."""
-
-    @property
-    def nbytes(self) -> int:
-        """About how much memory it takes."""
-        return self.call.nbytes + _STEP_BYTES
 
 
 class _Server:
@@ -68,12 +65,14 @@ class RecentSteps:
         with self._lock:
             server = self._alive(reply.run_id, now_s)
             steps = server.steps
-            while steps and now_s - steps[0].at_s > self._settle_s:
+            while steps and steps[0].at_s < now_s - self._settle_s:
                 self._nbytes -= steps.popleft().nbytes
             # SAME answers a repeat: its first reply was lost, or it is settled by another step.
-            if call.step.can_be_lost and reply.code in ("OK", "SAME"):
+            # What puts a step back is no step of its own: the healer keeps that one on.
+            if reply.code in ("OK", "SAME") and call.step in CAN_BE_LOST and not call.healing:
                 seq = reply.seq if reply.code == "OK" else 0
-                self._keep(server, RecentStep(call, subject, reply.incarnation, seq, now_s))
+                nbytes = call.nbytes + STEP_BYTES
+                self._keep(server, RecentStep(call, subject, reply.incarnation, seq, now_s, nbytes))
             return bool(steps)
 
     def keep(self, step: RecentStep, run_id: str) -> None:
@@ -134,7 +133,6 @@ class RecentSteps:
         server.steps.append(step)
         self._nbytes += step.nbytes
         while self._nbytes > self._max_bytes:
-            oldest = min(
-                (kept.steps for kept in self._servers.values() if kept.steps), key=lambda steps: steps[0].at_s
-            )
+            kept = [other.steps for other in self._servers.values() if other.steps]
+            oldest = kept[0] if len(kept) == 1 else min(kept, key=lambda steps: steps[0].at_s)
             self._nbytes -= oldest.popleft().nbytes

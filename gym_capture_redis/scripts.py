@@ -90,11 +90,6 @@ class Step(Enum):
         return self not in (Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS)
 
     @property
-    def can_be_lost(self) -> bool:
-        """Whether it adds something to a rollout that a forgetful server must get back."""
-        return self in _TRACES
-
-    @property
     def needs_settled_server(self) -> bool:
         """Whether it must wait while workers may be putting back what the server forgot."""
         return self in (Step.FREEZE, Step.DROP)
@@ -118,6 +113,9 @@ _TRACES = {
     Step.MARK: ("f:", 3),
 }
 """How a trace of the step begins, and which of its arguments names the call (or the part)."""
+
+CAN_BE_LOST = tuple(_TRACES)
+"""Steps that add something to a rollout, which a forgetful server must get back."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gym_capture_redis import recent
+from gym_capture_redis import recent, scripts
 from gym_capture_redis.recent import RecentSteps
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.subject import Subject
@@ -56,6 +56,11 @@ def test_other_steps_are_not_kept(steps: RecentSteps, step: Step) -> None:
     assert numbers(steps) == []
 
 
+def test_what_puts_a_step_back_is_not_kept_beside_that_step(steps: RecentSteps) -> None:
+    put_back = scripts.heal(call(), seq=7, incarnation="incarnation", new_incarnation="new")
+    assert not steps.note(put_back, SUBJECT, reply(7))
+
+
 def test_of_a_step_that_was_there_already_the_number_is_not_known(steps: RecentSteps) -> None:
     steps.note(call(), SUBJECT, reply(7, "SAME"))
     assert numbers(steps) == [0]
@@ -87,7 +92,7 @@ def test_while_its_server_is_away_nothing_is_let_go(steps: RecentSteps, clock: C
 
 
 def test_memory_is_bounded_and_the_oldest_go_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent, "_STEP_BYTES", 10)
+    monkeypatch.setattr(recent, "STEP_BYTES", 10)
     steps = RecentSteps(max_bytes=350, settle_s=SETTLE_S)
     for number, server in enumerate(["one", "other", "one", "other"]):
         clock.now_s += 0.1
@@ -110,7 +115,7 @@ def test_steps_are_taken_in_batches_and_given_back(steps: RecentSteps) -> None:
     steps.give_back("server", taken)
     assert numbers(steps) == [4, 5, 1, 2]
     assert steps.take("unknown", max_steps=9, max_bytes=9) == []
-    assert kept == 5 * (100 + recent._STEP_BYTES)
+    assert kept == 5 * (100 + recent.STEP_BYTES)
 
 
 def test_a_step_that_was_put_back_is_kept_for_the_server_that_has_it_now(
