@@ -140,6 +140,21 @@ def test_growth_has_a_size_for_every_turn(whole: WholeRun) -> None:
     assert sizes == sorted(sizes)
 
 
+def test_finding_a_continued_call_costs_as_much_traffic_at_the_last_turn_as_at_the_tenth(
+    whole: WholeRun,
+) -> None:
+    section = whole.document["sections"]["lineage"]
+    if not section["data"]:
+        pytest.skip(section["notes"][0])
+    found = section["data"]["found"]["gym-capture-redis"]
+
+    for trips, received in zip(found["round_trips"], found["received_bytes"], strict=True):
+        assert len(trips) == 91
+        assert set(trips) <= {1, 2}
+        assert max(received[45:]) < 1.2 * max(received[1:45])
+    assert found["cold_received_bytes"][0] > found["received_bytes"][0][-1]
+
+
 def test_the_parts_of_put_and_freeze_add_up(whole: WholeRun) -> None:
     data = whole.document["sections"]["profile"]["data"]
 

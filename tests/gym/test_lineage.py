@@ -22,7 +22,7 @@ from support.conversations import Turn, continuation, conversation, gym, turn_of
 from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import RedisLineageStore, RedisTokenSink, RedisTokenSource, scripts
+from gym_capture_redis import RedisLineageStore, RedisTokenSink, RedisTokenSource, gym_compat, scripts
 from gym_capture_redis.errors import (
     BackendUnavailableError,
     ConfigurationError,
@@ -439,7 +439,8 @@ def test_constructing_it_opens_nothing_and_needs_no_loop(namespace: str) -> None
     assert threading.active_count() == threads
     assert store.is_process_shared()
     assert repr(store) == f"RedisLineageStore('rediss://nowhere.invalid:6379/0', namespace='{namespace}')"
-    assert isinstance(store, gym("protocols", "LineageResolver"))
+    resolver = gym_compat.gym_attribute("protocols", "LineageResolver")  # before 0.7: LineageStore
+    assert isinstance(store, resolver or gym("protocols", "LineageStore"))
     assert callable(partial(store.resolve, "r", []))
     asyncio.run(store.close())
     asyncio.run(store.close())

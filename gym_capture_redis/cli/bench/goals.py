@@ -82,6 +82,7 @@ GOALS: tuple[Goal, ...] = (
     Goal("freeze_slicing", "freeze to TokenEntry", "slicing rate", 0.25, 0.45, Better.HIGHER, _percent),
     Goal("arrays_file_store", "freeze to arrays", "file store", 20, 60, Better.HIGHER, _times),
     Goal("experts_file_store", "routed experts", "file store", 3, 6, Better.HIGHER, _times),
+    Goal("lineage", "find a continued call", "file store", 1, 2, Better.HIGHER, _times),
     # The setting bounds what is in flight; a tenth more is for the frames of 1,000 callers that wait.
     Goal("client_memory", "client memory, stalled", "its setting", 1.1, None, Better.LOWER, _times),
     Goal("event_loop", "event loop pause", "", 50, 10, Better.LOWER, _milliseconds),

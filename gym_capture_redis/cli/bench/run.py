@@ -27,6 +27,7 @@ from gym_capture_redis.cli.bench.measures import (
     experts,
     growth,
     latency,
+    lineage,
     server_cost,
     throughput,
     time_spent,
@@ -49,6 +50,7 @@ SECTIONS: dict[str, Callable[[Bench], Awaitable[Section]]] = {
         client_memory,
         event_loop,
         growth,
+        lineage,
     )
 }
 

@@ -50,6 +50,11 @@ class FileStore:
         snapshot = await self._store.freeze(rollout[0].rollout_id)
         return 0 if snapshot.incomplete else len(snapshot.entries)
 
+    def lineage_store(self) -> Any:
+        """One that reads what is put in this round."""
+        store_class: Any = gym_compat.required_attribute("lineage", "FileLineageStore")
+        return store_class(self._directory)
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of the stored lines."""

@@ -82,6 +82,12 @@ class OurTransport:
         """Freeze into numpy arrays."""
         return len(_complete(await self.source.freeze_arrays(rollout[0].rollout_id)).entries)
 
+    def lineage_store(self) -> Any:
+        """One that reads what is put in this round; needs Gym."""
+        from gym_capture_redis import RedisLineageStore
+
+        return RedisLineageStore(self._url, namespace=self.namespace, durability=self._durability)
+
     def key(self, rollout: Rollout) -> bytes:
         """The rollout's key in Redis."""
         return rollout_key(self.namespace, rollout[0].rollout_id)
