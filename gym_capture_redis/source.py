@@ -219,7 +219,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             there = await executor.run(scripts.peek(key), subject, deadline=deadline)
             call = scripts.delete(key, incarnation=there.incarnation)
             reply = await executor.run(call, subject, deadline=deadline)
-            if reply.code == "OK":
+            if reply.code == "OK" or there.code == "ABSENT":  # what came in between is another attempt
                 return _held(there) or _held(reply)
 
 

@@ -125,6 +125,11 @@ local function mark_lost_rollout(state, new_incarnation)
   return reply('LOST', state)
 end
 
+-- A rollout that was there only by a mark for a day stays, now that somebody has spoken of it.
+local function keep(state)
+  if tonumber(state.failures) > 0 then redis.call('PERSIST', key) end
+end
+
 -- Names of chain ends without this one.
 local function without_end(ends, name)
   local at = string.find(ends, name, 1, true)

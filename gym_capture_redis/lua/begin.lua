@@ -8,6 +8,7 @@ if err then return err end
 local row_field = 'c:' .. arg(2)
 if state then
   if state.status ~= 'open' then return reply(string.upper(state.status), state) end
+  keep(state)
   if redis.call('HEXISTS', key, row_field) == 1 then return reply('SAME', state, state.ends) end
 else
   state = new_state(arg(1))

@@ -9,5 +9,7 @@ if err then return err end
 if not state then
   state = new_state(arg(1))
   write(state)
+else
+  keep(state)
 end
 return reply('OK', state, state.ends)

@@ -14,5 +14,6 @@ if expected ~= '' and (not state or state.incarnation ~= expected) then return r
 local failure = state and redis.call('HGET', key, 'f:' .. call)
 if failure and string.find(failure, ' ' .. mark_id, 1, true) then return reply('SAME', state) end
 state = state or new_state(arg(1))
+keep(state)
 mark_failure(state, call, arg(4), mark_id)
 return reply('OK', state)

@@ -17,6 +17,7 @@ if state then
   row = redis.call('HGET', key, row_field)
   if row and string.sub(row, 1, #code) == code then return reply('SAME', state) end
   if state.status == 'frozen' then return reply('FROZEN', state) end
+  keep(state)
   if row and string.sub(row, 1, 1) == 'x' then return reply('OTHER_CODE', state) end
   if row and row ~= 'n' then
     mark_failure(state, call, 'conflict')

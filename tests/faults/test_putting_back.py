@@ -198,13 +198,49 @@ async def test_a_server_without_a_file_forgets_the_attempt_and_the_worker_says_s
     await capture(worker, "first", "second")
     await asyncio.to_thread(come_back_empty, server)
     await until(server, has_steps(1))
+    with server.client() as client:
+        assert 0 < client.ttl(KEY.decode()) <= 86_400  # it may have been consumed long ago
     async with RedisTokenSource(server.url, **SETTINGS, durability="memory", settle_s=LONG_AGO_S) as source:
         snapshot = await source.freeze("r")
     assert (reasons(snapshot), calls(snapshot)) == ([(IncompleteCode.LOST_STEPS, "")], set())
     (message,) = errors_in(caplog)
     assert "Rollout r" in message
+
+
+async def begin(worker: RedisTokenSink) -> None:
+    await worker.begin_call("r", "third")
+
+
+async def put(worker: RedisTokenSink) -> None:
+    await worker.put(sample_entry("r", "third"))
+
+
+async def mark(worker: RedisTokenSink) -> None:
+    await worker.mark_incomplete("r", "third")
+
+
+async def refuse(worker: RedisTokenSink) -> None:
+    await worker.record_engine_refusal("r", model_call_id="third", code="full")
+
+
+async def freeze_it(worker: RedisTokenSink) -> None:
+    async with RedisTokenSource(str(worker._settings.url), **SETTINGS, settle_s=LONG_AGO_S) as source:
+        await source.freeze("r")
+
+
+@pytest.mark.parametrize("step", [begin, put, mark, refuse, freeze_it])
+async def test_a_mark_of_what_was_lost_stays_for_good_once_somebody_speaks_of_the_rollout(
+    server: RealServer, new_worker: NewWorker, step: Callable[[RedisTokenSink], Awaitable[None]]
+) -> None:
+    worker = new_worker()
+    await capture(worker, "first")
+    await asyncio.to_thread(come_back_empty, server)
+    await until(server, has_steps(1))
     with server.client() as client:
-        assert 0 < client.ttl(KEY.decode()) <= 86_400
+        assert client.ttl(KEY.decode()) > 0
+        await step(new_worker())
+        assert client.ttl(KEY.decode()) == -1
+    assert (await frozen(server)).incomplete
 
 
 # Several workers
