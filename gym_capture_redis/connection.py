@@ -186,6 +186,11 @@ class EmbeddedLease:
         """Whether its directory held no data when it was started: it has forgotten nothing."""
         return self._server is not None and self._server.began_empty
 
+    async def release(self) -> None:
+        """Stop on a thread, if there is anything to stop: the default ones may be taken by the user."""
+        if self._server is not None:
+            await asyncio.to_thread(self.stop)
+
     def stop(self) -> None:
         """Let the server go; it ends when nobody else holds it."""
         server, self._server = self._server, None

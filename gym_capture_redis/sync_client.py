@@ -6,6 +6,7 @@ threads, and used on both sides of a fork.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -80,6 +81,13 @@ class SyncClient:
         servers = self._servers.pop(os.getpid(), None)
         if servers is not None:
             servers.close()
+
+    async def close_in_loop(self) -> None:
+        """Close without holding the event loop; only letting an embedded server go takes time."""
+        if self._settings.url.scheme == "embedded":
+            await asyncio.to_thread(self.close)
+        else:
+            self.close()
 
     def _of_this_process(self) -> _Servers:
         pid = os.getpid()

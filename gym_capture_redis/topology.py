@@ -62,7 +62,7 @@ class OneServer:
     async def close(self) -> None:
         """End all connections, and let the embedded server go."""
         await self._node.close()
-        await asyncio.to_thread(self._embedded.stop)
+        await self._embedded.release()
 
     async def _open_link(self) -> Link:
         place = await self._place()

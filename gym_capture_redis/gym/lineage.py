@@ -6,7 +6,6 @@ are synchronous and run on threads.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -83,7 +82,7 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
     async def close(self) -> None:
         """Forget what was read, and close the connections that are free. Idempotent."""
         await super().close()
-        await asyncio.to_thread(self._client.close)
+        await self._client.close_in_loop()
 
     def __repr__(self) -> str:
         """Class, server and namespace, without credentials."""

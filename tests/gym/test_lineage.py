@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -444,6 +445,23 @@ def test_constructing_it_opens_nothing_and_needs_no_loop(namespace: str) -> None
     assert callable(partial(store.resolve, "r", []))
     asyncio.run(store.close())
     asyncio.run(store.close())
+
+
+async def test_closing_it_waits_for_no_thread_of_the_user(valkey_run: Run) -> None:
+    (turn,) = conversation("r", 1)
+    await valkey_run.put(turn)
+    store = valkey_run.store()
+    await assert_parent(store, turn)
+    loop, release = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    blocker = loop.run_in_executor(None, release.wait)
+    try:
+        async with asyncio.timeout(15):
+            await store.close()
+        assert not blocker.done()
+    finally:
+        release.set()
+        await blocker
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from support.sentinel import SentinelGroup
 from support.servers import RealServer, free_port
 
 from gym_capture_redis import scripts
+from gym_capture_redis.embedded import EmbeddedServer
 from gym_capture_redis.errors import (
     BackendUnavailableError,
     ConfigurationError,
@@ -91,7 +92,14 @@ def test_steps_run_on_the_fake_server(namespace: str) -> None:
 
 
 def test_steps_run_on_an_embedded_server(tmp_path: Path, namespace: str) -> None:
-    check(Client(f"embedded://{tmp_path / 'e'}", namespace))
+    client = Client(f"embedded://{tmp_path / 'e'}", namespace)
+    check(client)
+    with EmbeddedServer(tmp_path / "e") as server:
+        assert client.peek("r").code == "OK"
+        path = server.socket_path
+    assert path.exists(), "the client still holds the server"
+    asyncio.run(client.close_in_loop())
+    assert not path.exists()
 
 
 def test_a_step_that_the_server_does_not_know_is_sent_with_its_source(
