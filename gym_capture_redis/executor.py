@@ -21,7 +21,7 @@ from gym_capture_redis.inflight import ByteBudget, Hold
 from gym_capture_redis.lanes import closed_error, exchange
 from gym_capture_redis.node import Node
 from gym_capture_redis.retry import Backoff
-from gym_capture_redis.scripts import Call, Reply, peek
+from gym_capture_redis.scripts import Call, Reply, again, peek
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.topology import new_topology
@@ -56,7 +56,7 @@ class Executor:
         return asyncio.get_running_loop().time() + self._timeout_s
 
     async def run(self, call: Call, subject: Subject, *, deadline: float, urgent: bool = False) -> Reply:
-        """Run one step, sending the same bytes again until it is answered or ``deadline`` has passed.
+        """Run one step, sending it again until it is answered or ``deadline`` has passed.
 
         Raises:
             BackendUnavailableError: no answer in time; the step may or may not have been applied.
@@ -82,7 +82,7 @@ class Executor:
                 if not is_transient(error):
                     raise self._failures.final(error, subject) from None
                 redirected = self._topology.learn(error, node) if node is not None else None
-                pause_s = backoff.after(error)
+                pause_s, call = backoff.after(error), again(call)
             else:
                 if self._healer is not None:
                     self._note(self._healer, call, subject, answer)
@@ -136,12 +136,8 @@ class Executor:
         async with self._healing:
             try:
                 await healer.heal(send, link.run_id, owns=owns)
-            except (
-                AskError
-            ) as error:  # about another rollout: whoever waits for this connection is not redirected
-                raise RedisConnectionError(
-                    f"what it forgot is on the move: {type(error).__name__}"
-                ) from error
+            except AskError as error:  # of another rollout: it redirects nobody who waits here
+                raise RedisConnectionError("what it forgot is on the move") from error
 
     async def _find(self, key: bytes, deadline: float) -> Node:
         """The node that holds the key, once that is known again."""

@@ -10,7 +10,7 @@ from gym_capture_redis import scripts
 from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.errors import CorruptRecordError, UnsupportedFormatError
 from gym_capture_redis.faults import final_error
-from gym_capture_redis.keys import new_incarnation, new_mark_id, rollout_key
+from gym_capture_redis.keys import new_mark_id, new_name, rollout_key
 from gym_capture_redis.recent import STEP_BYTES, RecentStep, RecentSteps
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import SinkSettings
@@ -85,7 +85,7 @@ class Healer:
                             step.call,
                             seq=step.seq,
                             incarnation=step.incarnation,
-                            new_incarnation=new_incarnation(),
+                            new_incarnation=new_name(),
                         ),
                         step.subject,
                     )
@@ -120,6 +120,8 @@ class Healer:
                 waiting = _lost_mark(step, step.subject, seq=0)
                 self._report_lost(step.subject.rollout_id, lost)
             self.recent.give_back(other, [waiting])
+        elif reply.code == "CONFLICT":
+            self.recent.keep(_lost_mark(step, step.subject, seq=reply.seq), reply.run_id)
         elif reply.code == "LOST":
             # Of a rollout that is another attempt's by now, or that is not here, there is one mark for all.
             subject = (
@@ -148,7 +150,7 @@ class Healer:
             (
                 scripts.verify(
                     key,
-                    new_incarnation=new_incarnation(),
+                    new_incarnation=new_name(),
                     incarnation=position.incarnation,
                     seq=position.seq,
                 ),
@@ -181,7 +183,7 @@ def _lost_mark(step: RecentStep, subject: Subject, *, seq: int) -> RecentStep:
     call = scripts.mark(
         step.call.key,
         subject.model_call_id or "",
-        new_incarnation=new_incarnation(),
+        new_incarnation=new_name(),
         incarnation=step.incarnation,
         reason="lost",
         mark_id=new_mark_id(),

@@ -51,8 +51,8 @@ def rollout_key(namespace: str, rollout_id: str) -> bytes:
     return f"gymcap:{{{namespace}/{rollout_id}}}".encode("ascii")
 
 
-def new_incarnation() -> str:
-    """Make a random name (128 bits) for a new attempt of a rollout."""
+def new_name() -> str:
+    """Make a random name (128 bits) for an attempt of a rollout that may begin, or for a snapshot."""
     return secrets.token_hex(16)
 
 

@@ -123,11 +123,11 @@ class Lanes:
                 batch = self._batch()
                 if not batch:
                     continue
-                if renewals != self._renewals:
-                    await _close(link)
-                    link, renewals = None, self._renewals
                 self._sending += 1
                 try:
+                    if renewals != self._renewals:
+                        old, link, renewals = link, None, self._renewals
+                        await _close(old)
                     async with asyncio.timeout(self._attempt_s(batch)):
                         link = link or await self._open_link()
                         await send(link, batch, one_key=self._one_key, confirm_s=self._attempt_s(batch) / 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 from itertools import islice
@@ -15,7 +14,7 @@ from gym_capture_redis.endpoint import raise_refusal
 from gym_capture_redis.errors import CaptureError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget, Hold
-from gym_capture_redis.keys import new_incarnation
+from gym_capture_redis.keys import new_name
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
 from gym_capture_redis.settings import SourceSettings
 from gym_capture_redis.snapshot import SnapshotAssembly
@@ -65,13 +64,13 @@ class RolloutReader:
         """
         subject = Subject(rollout_id)
         deadline = self._executor.deadline()
-        call = scripts.freeze(
-            key,
-            new_incarnation=new_incarnation(),
-            snapshot_id=secrets.token_hex(16),
-            max_bytes=self._chunk_bytes,
-        )
         while True:
+            call = scripts.freeze(
+                key,
+                new_incarnation=new_name(),
+                new_snapshot_id=new_name(),
+                max_bytes=self._chunk_bytes,
+            )
             reply = await self._executor.run(call, subject, deadline=deadline)
             if reply.code != "OK":
                 raise_refusal(reply, subject)
@@ -92,12 +91,13 @@ class RolloutReader:
         subject: Subject,
         deadline: float,
     ) -> bool:
-        """Read all chunks into ``assembly``. False if the rollout was marked meanwhile."""
+        """Read all chunks into ``assembly``. False if it is another snapshot by now."""
         chunk = frozen.chunk
         while chunk.next_seq <= assembly.last_seq:
             call = scripts.read(
                 key,
                 incarnation=frozen.reply.incarnation,
+                snapshot_id=frozen.snapshot_id,
                 version=frozen.reply.version,
                 from_seq=chunk.next_seq,
                 max_bytes=self._chunk_bytes,

@@ -14,7 +14,7 @@ from typing import TypeVar
 from gym_capture_redis import scripts
 from gym_capture_redis.errors import CorruptRecordError, UnsupportedFormatError
 from gym_capture_redis.executor import Executor
-from gym_capture_redis.keys import new_incarnation, new_mark_id, rollout_key
+from gym_capture_redis.keys import new_mark_id, new_name, rollout_key
 from gym_capture_redis.marks import Mark, Target
 from gym_capture_redis.spill import Spill, log_lost
 from gym_capture_redis.subject import Subject
@@ -66,7 +66,7 @@ async def _run(executor: Executor, mark: Mark, incarnation: str, deadline: float
     call = scripts.mark(
         rollout_key(mark.target.namespace, mark.rollout_id),
         mark.model_call_id,
-        new_incarnation=new_incarnation(),
+        new_incarnation=new_name(),
         incarnation=incarnation,
         mark_id=mark.mark_id,
     )

@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 
 from gym_capture_redis.blocks import NAME_BYTES
 from gym_capture_redis.codec import EncodedRecord
-from gym_capture_redis.keys import BLOCK, RECORDED, refusal_row
+from gym_capture_redis.keys import BLOCK, RECORDED, new_name, refusal_row
 
 FORMAT = 1
 """The newest storage format this version reads and writes."""
@@ -92,7 +92,7 @@ class Step(Enum):
     @property
     def needs_settled_server(self) -> bool:
         """Whether it must wait while workers may be putting back what the server forgot."""
-        return self in (Step.FREEZE, Step.DROP)
+        return self in (Step.FREEZE, Step.READ, Step.DROP)
 
     @property
     def is_short(self) -> bool:
@@ -134,6 +134,20 @@ class Call:
     def nbytes(self) -> int:
         """Bytes of the variable arguments: what all but the shortest calls send."""
         return sum(len(arg) for arg in self.args if isinstance(arg, bytes))
+
+
+_NEW_NAMES = {Step.JOIN: 1, Step.BEGIN: 1, Step.MARK: 1, Step.REFUSE: 1, Step.FREEZE: 2}
+"""How many arguments of a step come first that are names for something new."""
+
+
+def again(call: Call) -> Call:
+    """The same step, to be sent another time.
+
+    A copy that was sent before may still arrive, after the attempt is over and its id free. So no two copies
+    bring the same names: what the late one begins or freezes then is nothing that anybody was told of.
+    """
+    names = 0 if call.healing else _NEW_NAMES.get(call.step, 0)
+    return replace(call, args=(*(new_name() for _ in range(names)), *call.args[names:])) if names else call
 
 
 def command(calls: Sequence[Call], dialect: Dialect, *, by_source: bool) -> tuple[Argument, ...]:
@@ -368,14 +382,17 @@ def refuse(
     return Call(Step.REFUSE, key, (new_incarnation, incarnation, model_call_id, refusal_row(code), details))
 
 
-def freeze(key: bytes, *, new_incarnation: str, snapshot_id: str, max_bytes: int) -> Call:
+def freeze(key: bytes, *, new_incarnation: str, new_snapshot_id: str, max_bytes: int) -> Call:
     """``lua/freeze.lua``."""
-    return Call(Step.FREEZE, key, (new_incarnation, snapshot_id, max_bytes), reply_bytes=max_bytes)
+    return Call(Step.FREEZE, key, (new_incarnation, new_snapshot_id, max_bytes), reply_bytes=max_bytes)
 
 
-def read(key: bytes, *, incarnation: str, version: int, from_seq: int, max_bytes: int) -> Call:
+def read(
+    key: bytes, *, incarnation: str, snapshot_id: str, version: int, from_seq: int, max_bytes: int
+) -> Call:
     """``lua/read.lua``."""
-    return Call(Step.READ, key, (incarnation, version, from_seq, max_bytes), reply_bytes=max_bytes)
+    args = (incarnation, snapshot_id, version, from_seq, max_bytes)
+    return Call(Step.READ, key, args, reply_bytes=max_bytes)
 
 
 def drop(key: bytes, *, snapshot_id: bytes, version: int, tombstone_ttl_s: int) -> Call:

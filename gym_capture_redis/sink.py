@@ -14,7 +14,7 @@ from gym_capture_redis.endpoint import Endpoint, raise_refusal
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.healing import Healer
-from gym_capture_redis.keys import new_incarnation, new_mark_id, validate_call_id, validate_refusal_code
+from gym_capture_redis.keys import new_mark_id, new_name, validate_call_id, validate_refusal_code
 from gym_capture_redis.marks import Mark, Target
 from gym_capture_redis.replay import Replay, keep, make_mark, new_mark
 from gym_capture_redis.settings import SinkSettings
@@ -76,7 +76,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             held.grow(len(encoded.record))
             attempt = self._announcement(subject)
             if attempt is None:
-                join = scripts.join(key, new_incarnation=new_incarnation())
+                join = scripts.join(key, new_incarnation=new_name())
                 attempt = await executor.run(join, subject, deadline=deadline)
                 self._blocks.learn(rollout_id, attempt.incarnation, scripts.chain_ends(attempt))
             reply = await self._put(executor, key, encoded, attempt.incarnation, subject, deadline)
@@ -99,7 +99,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         key, subject = self._address(rollout_id, model_call_id)
         executor = self._executors.get()
         deadline = executor.deadline()
-        call = scripts.begin(key, model_call_id, new_incarnation=new_incarnation())
+        call = scripts.begin(key, model_call_id, new_incarnation=new_name())
         reply = await executor.run(call, subject, deadline=deadline)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
@@ -160,7 +160,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         call = scripts.refuse(
             key,
             model_call_id,
-            new_incarnation=new_incarnation(),
+            new_incarnation=new_name(),
             incarnation=announced.incarnation if announced else "",
             code=code,
             details=codec.encode_refusal(rollout_id, model_call_id, code, details),
@@ -224,7 +224,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             call = scripts.mark(
                 self._key(subject.rollout_id),
                 "",
-                new_incarnation=new_incarnation(),
+                new_incarnation=new_name(),
                 incarnation=reply.incarnation,
                 reason="lost",
                 mark_id=new_mark_id(),

@@ -11,7 +11,7 @@ from gym_capture_redis.codec import EntryType
 from gym_capture_redis.endpoint import Endpoint
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget
-from gym_capture_redis.keys import new_incarnation
+from gym_capture_redis.keys import new_name
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
 from gym_capture_redis.reading import ManyRollouts, RolloutReader, Room
 from gym_capture_redis.records import TokenEntry
@@ -199,7 +199,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
     async def _retire_attempt(
         self, executor: Executor, key: bytes, subject: Subject, deadline: float
     ) -> bool:
-        tombstone = new_incarnation()
+        tombstone = new_name()
         while True:
             there = await executor.run(scripts.peek(key), subject, deadline=deadline)
             call = scripts.retire(

@@ -20,7 +20,7 @@ from gym_capture_redis.connection import EmbeddedLease
 from gym_capture_redis.failures import Failures
 from gym_capture_redis.faults import NotConfirmedError, is_transient, is_unknown_script
 from gym_capture_redis.retry import Backoff, attempt_s
-from gym_capture_redis.scripts import Argument, Call, Reply, command, read_replies
+from gym_capture_redis.scripts import Argument, Call, Reply, again, command, read_replies
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ServerSettings
@@ -45,7 +45,7 @@ class SyncClient:
         return time.monotonic() + self._settings.timeout_s
 
     def run(self, call: Call, subject: Subject, *, deadline: float) -> Reply:
-        """Run one step, sending the same bytes again until it is answered or ``deadline`` has passed.
+        """Run one step, sending it again until it is answered or ``deadline`` has passed.
 
         Raises:
             BackendUnavailableError: no answer in time; the step may or may not have been applied.
@@ -73,7 +73,7 @@ class SyncClient:
                     last = backoff.last if cut_short and backoff.last else error
                     raise self._failures.no_answer(subject, last) from last
                 redirected = servers.learn(error, node) if node is not None else None
-                pause_s = backoff.after(error)
+                pause_s, call = backoff.after(error), again(call)
             time.sleep(min(pause_s, left_s))
 
     def close(self) -> None:

@@ -23,7 +23,8 @@ end
 
 local function is_own(trace)
   local field, names = read_trace(trace)
-  if KIND == 'p:' then return field == 'p:' and names == arg(NAMED) end
+  -- A part that was there already, by another step, is put back without its name.
+  if KIND == 'p:' then return field == 'p:' and (names == arg(NAMED) or names == '') end
   return field == KIND .. arg(NAMED)
 end
 
@@ -47,8 +48,8 @@ local function put_back(number, incarnation, new_incarnation)
   local call = KIND == 'p:' and '' or arg(NAMED)
   local trace = number > 0 and redis.call('HGET', key, string.format('o:%d', number))
   local there = trace and is_own(trace)
-  -- Another content for the same call may have come since, and only the put itself can tell.
-  if there and KIND ~= 'r:' then return reply('SAME', state) end
+  -- Another content for the same call may have come since, and only the step itself can tell.
+  if there and KIND ~= 'r:' and KIND ~= 'x:' then return reply('SAME', state) end
 
   own = number > 0 and not trace and string.format('%d', number) or nil
   local answer

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import redis
 from support.sample_entries import sample_entry
 from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import codec, scripts
+from gym_capture_redis import codec, lanes, scripts
 from gym_capture_redis.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.keys import rollout_key
@@ -366,6 +367,82 @@ async def test_a_late_record_of_an_old_attempt_does_not_touch_the_new_one(party:
     assert snapshot.refusals == ()
 
 
+class Straggler:
+    """The first script call of a step is held up on its way; its sender sends the step again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: scripts.Step) -> None:
+        self._step = step
+        self._calls: list[scripts.Call] = []
+        monkeypatch.setattr(lanes, "command", self._command)
+
+    def _command(self, calls: list[scripts.Call], dialect: scripts.Dialect, *, by_source: bool) -> Any:
+        if calls[0].step is self._step and not self._calls:
+            self._calls = list(calls)
+            raise redis.ConnectionError("cut on the way")
+        return scripts.command(calls, dialect, by_source=by_source)
+
+    async def arrives(self, executor: Executor) -> None:
+        for call in self._calls:
+            reply = await executor.run(call, Subject("r"), deadline=executor.deadline())
+            assert reply.code == "OK"
+
+
+async def test_a_begin_that_arrives_after_its_attempt_was_deleted_lets_no_old_record_in(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, trainer = party.sink(), party.sink(), party.source()
+    straggler = Straggler(monkeypatch, scripts.Step.BEGIN)
+    await old.begin_call("r", "old")
+    await trainer.delete(["r"])
+    await straggler.arrives(trainer._executors.get())
+    with pytest.raises(TokenCaptureRetiredError):
+        await old.put(sample_entry("r", "old"))
+    await new.begin_call("r", "new")
+    await new.put(sample_entry("r", "new"))
+    snapshot = await trainer.freeze("r")
+    assert [entry.model_call_id for entry in snapshot.entries] == ["new"]
+    assert snapshot.incomplete  # the late intent costs a sample, and nothing else
+
+
+async def test_a_freeze_that_arrives_after_a_delete_makes_no_old_snapshot_of_the_new_attempt(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, trainer = party.sink(), party.source()
+    await fill(worker, "r")
+    straggler = Straggler(monkeypatch, scripts.Step.FREEZE)
+    old = await trainer.freeze("r")
+    await trainer.delete(["r"])
+    await fill(worker, "r", attempt="2")
+    await straggler.arrives(trainer._executors.get())
+    new = await trainer.freeze("r")
+    assert (attempts_in(new), new.version) == ({"2"}, old.version)
+    assert not await trainer.drop("r", snapshot_id=old.snapshot_id, version=old.version)
+    assert await trainer.drop("r", snapshot_id=new.snapshot_id, version=new.version)
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+async def test_reading_does_not_go_on_in_another_snapshot(
+    party: Party, namespace: str, *, forgotten: bool
+) -> None:
+    """As where the server forgot the freeze, whether or not somebody has frozen the rollout again."""
+    worker, trainer = party.sink(), party.source()
+    await fill(worker, "r")
+    if not forgotten:
+        await trainer.freeze("r")
+    executor, key = trainer._executors.get(), rollout_key(namespace, "r")
+    there = await executor.run(scripts.peek(key), Subject("r"), deadline=executor.deadline())
+    call = scripts.read(
+        key,
+        incarnation=there.incarnation,
+        snapshot_id="another",
+        version=there.version,
+        from_seq=1,
+        max_bytes=1,
+    )
+    reply = await executor.run(call, Subject("r"), deadline=executor.deadline())
+    assert reply.code == "CHANGED"
+
+
 @pytest.mark.parametrize("step", ["delete", "retire", "put", "mark", "refuse", "read"])
 async def test_a_delayed_duplicate_of_a_step_does_not_touch_a_new_attempt(
     party: Party, namespace: str, step: str
@@ -397,7 +474,9 @@ async def test_a_delayed_duplicate_of_a_step_does_not_touch_a_new_attempt(
         "refuse": scripts.refuse(
             key, "c9", new_incarnation="other", incarnation=old, code="x", details=b"\x80"
         ),
-        "read": scripts.read(key, incarnation=old, version=new.version, from_seq=1, max_bytes=1),
+        "read": scripts.read(
+            key, incarnation=old, snapshot_id="s", version=new.version, from_seq=1, max_bytes=1
+        ),
     }
     assert (await run(duplicates[step])).code in ("CHANGED", "RETIRED")
     assert await run(scripts.peek(key)) == new

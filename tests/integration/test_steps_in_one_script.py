@@ -143,14 +143,16 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
         details=codec.encode_refusal(rollout, "c", "full", {}),
     ),
     Step.FREEZE: lambda key, _: scripts.freeze(
-        key, new_incarnation=OTHER_INCARNATION, snapshot_id=SNAPSHOT_ID, max_bytes=1
+        key, new_incarnation=OTHER_INCARNATION, new_snapshot_id=SNAPSHOT_ID, max_bytes=1
     ),
     Step.PEEK: lambda key, _: scripts.peek(key),
     Step.RETIRE: lambda key, _: scripts.retire(
         key, incarnation=INCARNATION, new_incarnation=OTHER_INCARNATION, tombstone_ttl_s=TTL_S
     ),
     Step.DELETE: lambda key, _: scripts.delete(key, incarnation=INCARNATION),
-    Step.READ: lambda key, _: scripts.read(key, incarnation=INCARNATION, version=1, from_seq=1, max_bytes=1),
+    Step.READ: lambda key, _: scripts.read(
+        key, incarnation=INCARNATION, snapshot_id=SNAPSHOT_ID, version=1, from_seq=1, max_bytes=1
+    ),
     Step.DROP: lambda key, _: scripts.drop(
         key, snapshot_id=SNAPSHOT_ID.encode(), version=1, tombstone_ttl_s=TTL_S
     ),

@@ -54,7 +54,7 @@ class Rollout:
 
     async def freeze(self) -> Reply:
         return await self.run(
-            scripts.freeze(self.key, new_incarnation=NEW, snapshot_id=SNAPSHOT_ID, max_bytes=1)
+            scripts.freeze(self.key, new_incarnation=NEW, new_snapshot_id=SNAPSHOT_ID, max_bytes=1)
         )
 
     @property
@@ -233,7 +233,8 @@ async def test_a_put_with_other_content_is_a_conflict_wherever_it_comes_back(rol
 
 async def test_a_refusal_of_a_call_that_was_refused_otherwise_is_lost(rollout: Rollout) -> None:
     await rollout.run(rollout.refuse("call"))
-    assert await rollout.heal(rollout.refuse("call", "other"), 3) == "LOST"
+    for seq in (3, 2):  # another step's number, and its own
+        assert await rollout.heal(rollout.refuse("call", "other"), seq) == "LOST"
     assert (IncompleteCode.LOST_STEPS, "call") in [
         (reason.code, reason.model_call_id) for reason in (await rollout.snapshot()).reasons
     ]
@@ -247,6 +248,14 @@ async def test_what_came_back_in_another_way_takes_its_number_all_the_same(rollo
     snapshot = await rollout.snapshot()
     assert [reason.code for reason in snapshot.reasons] == [IncompleteCode.LOST_CALL]
     assert [entry.model_call_id for entry in snapshot.entries] == ["call"]
+
+
+async def test_a_part_that_came_back_in_another_way_is_no_loss_the_next_time(rollout: Rollout) -> None:
+    await rollout.run(rollout.stage())
+    for _ in range(2):
+        assert await rollout.heal(rollout.stage(), 3) == "SAME"
+    assert rollout.is_whole
+    assert b"f:" not in rollout.fields
 
 
 async def test_a_put_without_its_blocks_claims_its_number(rollout: Rollout) -> None:

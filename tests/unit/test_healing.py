@@ -152,7 +152,7 @@ async def test_a_rollout_that_cannot_be_read_is_reported_and_holds_up_no_other(
         ("SAME", [], [7]),
         ("MISSING", [7], []),
         ("LOST", [], [9]),
-        ("CONFLICT", [], []),
+        ("CONFLICT", [], [9]),  # the mark of it
         ("RETIRED", [], []),
     ],
 )

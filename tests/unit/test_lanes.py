@@ -45,6 +45,9 @@ class Server:
         self.open = asyncio.Event()
         self.open.set()
         self.sought = asyncio.Event()
+        self.closing = asyncio.Event()
+        self.slow_to_close = asyncio.Event()
+        self.slow_to_close.set()
         self.reachable = asyncio.Event()
         self.reachable.set()
 
@@ -90,6 +93,8 @@ class Link:
         return [self._server.answer(keys) for keys in groups], confirm_s is None or self._server.confirms
 
     async def close(self) -> None:
+        self._server.closing.set()
+        await self._server.slow_to_close.wait()
         self._server.closed_links += 1
 
 
@@ -379,15 +384,44 @@ async def test_a_caller_that_leaves_while_the_connection_is_made_sends_nothing(
     assert server.batches == [[b"key 1"]]
 
 
-async def test_a_freeze_is_not_sent_to_a_server_that_may_be_short_of_steps(
-    lanes: Lanes, server: Server
+@pytest.mark.parametrize("step", [Step.FREEZE, Step.READ, Step.DROP])
+async def test_trainers_do_not_go_on_with_a_server_that_may_be_short_of_steps(
+    lanes: Lanes, server: Server, step: Step
 ) -> None:
     server.settles_at_s = time.monotonic() + 60.0
-    freeze = Call(Step.FREEZE, b"rollout", ())
-    freezing, peeking = submit(lanes, freeze), submit(lanes, peek(b"other"))
+    call = Call(step, b"rollout", ())
+    waiting, peeking = submit(lanes, call), submit(lanes, peek(b"other"))
     with pytest.raises(NotSettledError) as caught:
-        await freezing
+        await waiting
     assert 50.0 < caught.value.left_s <= 60.0
     assert await answers([peeking]) == [b"other"]
     server.settles_at_s = 0.0
-    assert await answers([submit(lanes, freeze)]) == [b"rollout"]
+    assert await answers([submit(lanes, call)]) == [b"rollout"]
+
+
+# Connections that are not to be used any more
+
+
+async def test_after_a_renewal_each_lane_connects_anew(lanes: Lanes, server: Server) -> None:
+    await answers([submit(lanes, call) for call in calls(1)])
+    lanes.renew()
+    await answers([submit(lanes, call) for call in calls(1)])
+    assert server.closed_links == 1
+    await answers([submit(lanes, call) for call in calls(1)])
+    assert server.closed_links == 1
+
+
+async def test_closing_while_an_old_connection_is_let_go_answers_everybody(
+    lanes: Lanes, server: Server
+) -> None:
+    await answers([submit(lanes, call) for call in calls(1)])
+    lanes.renew()
+    server.slow_to_close.clear()
+    waiting = submit(lanes, peek(b"key"))
+    async with asyncio.timeout(PATIENCE_S):
+        await server.closing.wait()
+    closing = asyncio.create_task(lanes.close())
+    server.slow_to_close.set()
+    await closing
+    with pytest.raises(BackendUnavailableError):
+        await waiting
