@@ -1,0 +1,152 @@
+"""Putting back what a server forgot (``_heal.lua``, ``verify.lua``), and what a reader sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from model.steps import (
+    Answer,
+    Rollout,
+    StepFunction,
+    Stored,
+    has_failed,
+    mark_failure,
+    reply,
+    row_of,
+    trace_of,
+    write,
+)
+
+KIND = {"begin": "n:", "put": "r:", "mark": "f:", "refuse": "x:", "stage": "p:"}
+"""How the trace of a step begins that workers put back."""
+
+SUBJECT_AT = {"begin": 1, "put": 1, "mark": 2, "refuse": 2, "stage": 1}
+"""Which of its arguments is the call, or the part."""
+
+
+class Kept(NamedTuple):
+    """An acknowledged step, as its worker keeps it."""
+
+    step: str
+    args: tuple[str, ...]
+    incarnation: str
+    own: int
+    """Number under which it was acknowledged; 0 if that is not known."""
+    run: int
+    """Which server acknowledged it."""
+    waits: int = 0
+    """On which server it waits for what others have to put back first; 0 for none."""
+
+    @property
+    def subject(self) -> str:
+        return self.args[SUBJECT_AT[self.step]]
+
+    @property
+    def trace(self) -> str:
+        return KIND[self.step] + self.subject
+
+
+@dataclass(frozen=True)
+class HealRules:
+    """What healing does. Each rule that is switched off is a fault that the checker must find."""
+
+    sees_collisions: bool = True
+    """A step whose number another one has taken meanwhile is run under a new number, and marks its call."""
+    marks_frozen: bool = True
+    """A step that comes back after the freeze marks its call."""
+    knows_its_own: bool = True
+    """A step that finds what it wrote is not run again (a put is: it may meet a conflict)."""
+    marks_absent: bool = True
+    """Where the attempt is not there, it is marked; it is not begun again: it may have been deleted."""
+    claims: bool = True
+    """A number that was acknowledged is never given again: what is not put back stays a hole that shows."""
+
+
+def heal(there: Stored, step: StepFunction, kept: Kept, new_incarnation: str, rules: HealRules) -> Answer:
+    """Put a step back under its own number (``_heal.lua``)."""
+    if there and there.status == "retired":
+        return there, reply("RETIRED", there)
+    if there is None or there.incarnation != kept.incarnation:
+        if there and has_failed(there, ""):
+            return there, reply("LOST", there)
+        if rules.marks_absent:
+            return lost(there or Rollout(new_incarnation), "")
+        if there:
+            return there, reply("RETIRED", there)
+    state = claim(there or Rollout(kept.incarnation), kept.own, rules)
+    trace = trace_of(state, kept.own) if kept.own else ""
+    is_own = trace == kept.trace
+    collided = bool(trace) and not is_own
+    if (is_own and rules.knows_its_own and kept.step != "put") or (
+        collided and not rules.sees_collisions
+    ):
+        return state, reply("SAME", state)
+    own = 0 if trace else kept.own
+    if kept.step == "begin" and row_of(state, kept.subject) and rules.knows_its_own:
+        after, answer = state, reply("SAME", state)  # also of a frozen rollout
+    else:
+        stored, answer = step(state, *kept.args, own=own)
+        assert stored is not None
+        after = stored
+    if answer.code == "SAME" and own and after.status == "open":
+        after = write(after, kept.trace, own, version=0)  # put back in another way, and the number is not missing
+    if answer.code in ("MISSING", "CONFLICT"):
+        return after, answer
+    call = "" if kept.step == "stage" else kept.subject
+    is_over = answer.code not in ("OK", "SAME") and rules.marks_frozen
+    moved = collided or (kept.own == 0 and answer.code == "OK")
+    if is_over or (moved and kept.step != "mark"):
+        return lost(after, call)
+    return after, reply(answer.code, after)
+
+
+def claim(state: Rollout, number: int, rules: HealRules) -> Rollout:
+    """Let no other step have this number."""
+    if state.status != "open" or number <= state.seq or not rules.claims:
+        return state
+    return state._replace(seq=number)
+
+
+def lost(state: Rollout, call: str) -> Answer:
+    after = mark_failure(state, call, "lost")
+    return after, reply("LOST", after)
+
+
+def verify(there: Stored, new_incarnation: str, incarnation: str, seq: int, rules: HealRules) -> Answer:
+    """Mark the rollout if it is not the attempt that was acknowledged; show it if it has fewer steps."""
+    if there is None:
+        return lost(Rollout(new_incarnation), "")
+    if there.status == "retired":
+        return there, reply("RETIRED", there)
+    if there.incarnation == incarnation:
+        state = claim(there, seq, rules)
+        if state.seq >= seq:
+            return state, reply("OK", state)
+    return lost(there, "")
+
+
+class Seen(NamedTuple):
+    """What a snapshot shows."""
+
+    records: frozenset[tuple[str, str]]
+    refusals: frozenset[tuple[str, str]]
+    open_calls: frozenset[str]
+    failures: frozenset[str]
+    steps_lost: bool
+    """Whether a number has no trace: the hash has fewer fields than its counts say."""
+
+    @property
+    def complete(self) -> bool:
+        return not (self.open_calls or self.failures or self.steps_lost)
+
+
+def snapshot_of(state: Rollout) -> Seen:
+    """What a reader makes of a frozen rollout."""
+    return Seen(
+        frozenset((call, row[2:]) for call, row in state.rows if row[0] == "r"),
+        frozenset((call, row[2:]) for call, row in state.rows if row[0] == "x"),
+        frozenset(call for call, row in state.rows if row[0] == "n"),
+        frozenset(call for call, _, _ in state.failures),
+        len(state.traces) < state.seq,
+    )
