@@ -82,6 +82,8 @@ class Asked(NamedTuple):
 
     ending: str
     incarnation: str
+    tombstone: str
+    """Incarnation for the tombstone of an unknown rollout."""
 
 
 class Reader(NamedTuple):
@@ -662,13 +664,15 @@ def _reader_moves(world: World, scenario: Scenario, number: int, reader: Reader)
     if reader.held and not (world.young and scenario.protocol.drop_waits):
         snapshot, version, seen = reader.held
         for how, after, reply in _send(world, scenario, Message("drop", (snapshot, version), seen)):
-            yield f"{name}: drop: {reply.code if reply else 'no answer'}{how}", after
+            what = f"complete with {len(seen.records)}" if seen.complete else "incomplete"
+            yield f"{name}: drop: {reply.code if reply else 'no answer'}{how}, {what}", after
     if world.budget.endings:
         budget = world.budget._replace(endings=world.budget.endings - 1)
         _, reply = STEPS["peek"](world.now.rollout)
         for ending in ("retire", "delete"):
-            asking = reader._replace(asked=Asked(ending, reply.incarnation))
-            yield f"{name}: peek: {reply.code}, to {ending}", _with_reader(world, number, asking)._replace(budget=budget)
+            asking = reader._replace(asked=Asked(ending, reply.incarnation, _new_name(world)))
+            after = _with_reader(world, number, asking)._replace(budget=budget, names=world.names + 1)
+            yield f"{name}: peek: {reply.code}, to {ending}", after
 
 
 def _freeze_waits(world: World, scenario: Scenario) -> bool:
@@ -778,11 +782,11 @@ def _is_excused(world: World, scenario: Scenario, lost: Acked) -> bool:
 
 def _end_moves(world: World, scenario: Scenario, number: int, reader: Reader, asked: Asked) -> Iterator[Move]:
     """Retire or delete the attempt that was there when asked."""
-    new_names = (_new_name(world),) if asked.ending == "retire" else ()
-    message = Message(asked.ending, (asked.incarnation, *new_names))
+    done = reader._replace(asked=None)
     if asked.ending == "delete" and not asked.incarnation:
-        yield f"reader {number}: nothing to delete", _with_reader(world, number, reader._replace(asked=None))
+        yield f"reader {number}: nothing to delete", _with_reader(world, number, done)
         return
-    for how, after, reply in _send(world, scenario, message):
-        code = reply.code if reply else "no answer"
-        yield f"reader {number}: {asked.ending}: {code}{how}", _with_reader(after, number, reader._replace(asked=None))
+    args = (asked.incarnation, asked.tombstone) if asked.ending == "retire" else (asked.incarnation,)
+    for how, after, reply in _send(world, scenario, Message(asked.ending, args)):
+        label = f"reader {number}: {asked.ending}: {reply.code if reply else 'no answer'}{how}"
+        yield label, _with_reader(after, number, done if reply else reader)
