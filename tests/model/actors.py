@@ -1,7 +1,7 @@
 """Workers, trainers and a server that may forget: what each may do next, and what must hold whenever it does.
 
-A *world* is one moment of a history; ``moves`` gives every next moment. What workers and readers believe is in
-them; what only the checker knows (who was promised what) is in the world's ledger. An action that breaks a
+A *world* is one moment of a history; ``moves`` gives every next moment. What workers and readers believe is
+in them; what only the checker knows (who was promised what) is in the world's ledger. An action that breaks a
 promise raises ``Broken``.
 """
 
@@ -131,7 +131,7 @@ class Acked(NamedTuple):
     run: int
     """Which server gave it."""
     heard: frozenset[int]
-    """Workers that can tell if it is lost: they know of the call, or were told of its number or a later one."""
+    """Workers that can tell if it is lost: they know of the call, or of its number or a later one."""
 
 
 class Spilled(NamedTuple):
@@ -187,17 +187,15 @@ class Protocol:
     """The rules that all keep. Each that is switched off is a fault that the checker must find."""
 
     steps: dict[str, StepFunction] = field(default_factory=lambda: dict(STEPS))
-    healing: HealRules = HealRules()
+    healing: HealRules = field(default_factory=HealRules)
     heals: bool = True
     verifies: bool = True
-    freeze_waits: str = "always"
-    """On a young server: ``always``, ``never``, or only if the rollout is not frozen yet (``open``)."""
-    drop_waits: bool = True
+    freeze_waits: bool = True
     """On a young server."""
+    drop_waits: bool = True
+    """Likewise."""
     replays_by_attempt: bool = True
     replays_by_id: bool = True
-    keeps_same: bool = True
-    """A step that was answered SAME is kept too: who wrote it may be gone."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +323,7 @@ def _apply(world: World, scenario: Scenario, message: Message) -> tuple[World, R
         case "delete", "OK" if before:
             facts = facts._replace(deleted=facts.deleted | {before.incarnation})
             acked = frozenset()  # the trainer has no use any more for whatever was promised
-    return _stored(world, scenario, after, facts)._replace(acked=acked), reply
+    return _stored(world, after, facts)._replace(acked=acked), reply
 
 
 def _with_late_words(facts: Facts, message: Message, before: Stored, after: Stored) -> Facts:
@@ -344,7 +342,7 @@ def _with_late_words(facts: Facts, message: Message, before: Stored, after: Stor
     return facts
 
 
-def _stored(world: World, scenario: Scenario, after: Stored, facts: Facts) -> World:
+def _stored(world: World, after: Stored, facts: Facts) -> World:
     before = world.now.rollout
     new_name = after is not None and after.incarnation == _new_name(world) and before != after
     return world._replace(now=Disk(after, facts), names=world.names + new_name)
@@ -391,7 +389,9 @@ def _arrive_late(world: World, scenario: Scenario, message: Message) -> Move:
 
 def _attempt_meant(message: Message) -> str:
     """Incarnation, or for a drop the snapshot, that the message names; '' for none."""
-    place = {"put": 0, "stage": 0, "mark": 1, "refuse": 1, "retire": 0, "delete": 0, "drop": 0}.get(message.step)
+    place = {"put": 0, "stage": 0, "mark": 1, "refuse": 1, "retire": 0, "delete": 0, "drop": 0}.get(
+        message.step
+    )
     return "" if place is None else str(message.args[place])
 
 
@@ -420,7 +420,7 @@ def _worker_moves(world: World, scenario: Scenario, number: int, worker: Worker)
             waiting = worker._replace(sent=message)
             yield f"{name}: {task.step} {task.call}{how}", _with_worker(after, number, waiting)
         else:
-            handled = _handle(after, scenario, number, worker, task, message, reply)
+            handled = _handle(after, number, worker, task, message, reply)
             yield f"{name}: {task.step} {task.call}: {reply.code}{how}", handled
     if worker.sent:
         yield f"{name}: gives up {task.step} {task.call}", _given_up(world, number, worker, task)
@@ -449,15 +449,12 @@ def _message(world: World, worker: Worker, task: Task, mark_id: str) -> Message:
     return Message(task.step, (told.incarnation, task.call, *task.more))
 
 
-def _handle(
-    world: World, scenario: Scenario, number: int, worker: Worker, task: Task, message: Message, reply: Reply
-) -> World:
+def _handle(world: World, number: int, worker: Worker, task: Task, message: Message, reply: Reply) -> World:
     """What the sink and its caller make of a reply."""
     rest = worker.program[1:]
-    repeated = worker.sent is not None
     worker = worker._replace(sent=None, program=rest)
     match task.step, reply.code:
-        case ("join" | "begin"), ("OK" | "SAME"):
+        case (("join" | "begin"), ("OK" | "SAME")):
             told = Announced(task.call, reply.incarnation, world.run, task.step == "join")
             worker = _noted(worker, world.run, reply)._replace(announced=(*worker.announced, told))
             if task.step == "begin":
@@ -468,7 +465,7 @@ def _handle(
             content, _, _, *more = task.more
             again = Task("put", task.call, (content, "", (), *more))
             worker = worker._replace(program=(again, *rest))
-        case ("put" | "refuse"), ("OK" | "SAME"):
+        case (("put" | "refuse"), ("OK" | "SAME")):
             worker = _noted(worker, world.run, reply)
             what = f"{'r' if task.step == 'put' else 'x'}:{task.more[0]}"
             world = _promised(world, number, reply, task.call, what)
@@ -479,9 +476,7 @@ def _handle(
             world = _promised(world, number, reply, task.call, "f")
         case "mark", "RETIRED" if task.more != ("unnamed",) and _may_be_another(world, worker, task.call):
             worker = worker._replace(program=(Task("mark", task.call, ("unnamed",)), *rest))
-    if task.step != "join" and (
-        reply.code == "OK" or (reply.code == "SAME" and (repeated or scenario.protocol.keeps_same))
-    ):
+    if task.step != "join" and reply.code in ("OK", "SAME"):
         kept = _to_keep(message, reply, world.run, known=reply.code == "OK")
         worker = worker._replace(kept=(*worker.kept, kept))
     return _with_worker(world, number, worker)
@@ -556,16 +551,19 @@ def _given_up(world: World, number: int, worker: Worker, task: Task) -> World:
 
 def _heal_moves(world: World, scenario: Scenario, number: int, worker: Worker) -> Iterator[Move]:
     """Put back the next step that another server acknowledged; after the last, verify."""
-    rules, name, before = scenario.protocol.healing, f"worker {number}", world.now.rollout
+    name, before = f"worker {number}", world.now.rollout
     at = next((at for at, kept in enumerate(worker.kept) if world.run not in (kept.run, kept.waits)), None)
     if at is None:
         position = worker.position
         code, after = "nothing to verify", world
         if position and position.run != world.run and scenario.protocol.verifies:
-            stored, reply = verify(before, _new_name(world), position.incarnation, position.seq, rules)
-            code, after = f"verify: {reply.code}", _healed(world, scenario, stored, position.incarnation)
+            stored, reply = verify(before, _new_name(world), position.incarnation, position.seq)
+            code, after = f"verify: {reply.code}", _healed(world, stored, position.incarnation)
             position = Position(reply.incarnation, reply.seq, world.run) if stored else None
-        yield f"{name}: {code}", _with_worker(after, number, worker._replace(run=world.run, position=position))
+        yield (
+            f"{name}: {code}",
+            _with_worker(after, number, worker._replace(run=world.run, position=position)),
+        )
         return
     yield _put_back(world, scenario, number, worker, at)
 
@@ -575,7 +573,11 @@ def _put_back(world: World, scenario: Scenario, number: int, worker: Worker, at:
     rules, kept, before = scenario.protocol.healing, worker.kept[at], world.now.rollout
     others = (*worker.kept[:at], *worker.kept[at + 1 :])
     name = f"worker {number}"
-    if worker.position and worker.position.run == kept.run and worker.position.incarnation != kept.incarnation:
+    if (
+        worker.position
+        and worker.position.run == kept.run
+        and worker.position.incarnation != kept.incarnation
+    ):
         gone = _with_worker(world, number, worker._replace(kept=others))
         return f"{name}: lets go of {kept.step} {kept.subject}: its attempt was over", gone
     stored, reply = heal(before, scenario.protocol.steps[kept.step], kept, _new_name(world), rules)
@@ -594,9 +596,11 @@ def _put_back(world: World, scenario: Scenario, number: int, worker: Worker, at:
             call = kept.subject if reply.incarnation == kept.incarnation else ""
             mark = _lost_mark(kept, number, reply.incarnation, call, reply.seq, world.run)
             # Of a rollout that is not that attempt any more, there is one mark for all.
-            if call or not any(other.args[2:] == mark.args[2:] and other.run == world.run for other in others):
+            if call or not any(
+                other.args[2:] == mark.args[2:] and other.run == world.run for other in others
+            ):
                 remembered = (mark,)
-    after = _healed(world, scenario, stored, kept.incarnation)
+    after = _healed(world, stored, kept.incarnation)
     worker = worker._replace(kept=(*worker.kept[:at], *remembered, *worker.kept[at + 1 :]))
     return f"{name}: puts back {kept.step} {kept.subject}: {reply.code}", _with_worker(after, number, worker)
 
@@ -607,12 +611,12 @@ def _lost_mark(kept: Kept, number: int, incarnation: str, call: str, own: int, r
     return Kept("mark", ("", "", call, f"worker {number} {run} lost"), incarnation, own, run)
 
 
-def _healed(world: World, scenario: Scenario, stored: Stored, incarnation: str) -> World:
+def _healed(world: World, stored: Stored, incarnation: str) -> World:
     before = world.now.rollout
     if world.quiet and before and before.incarnation == incarnation:
-        # One that is marked already may get another mark: a worker that found it marked does not know its number.
+        # One that is marked already may get another mark: its number is not told to who finds it.
         _check(stored == before or bool(before.failures), "nothing was lost, and healing changed the rollout")
-    return _stored(world, scenario, stored, world.now.facts)
+    return _stored(world, stored, world.now.facts)
 
 
 # Spilled marks -------------------------------------------------------------------------------------------
@@ -657,7 +661,7 @@ def _reader_moves(world: World, scenario: Scenario, number: int, reader: Reader)
     if reader.reading:
         yield _read_on(world, scenario, number, reader, reader.reading)
         return
-    if _freeze_waits(world, scenario):
+    if world.young and scenario.protocol.freeze_waits:
         yield f"{name}: freeze waits", world
     else:
         yield from _freeze_moves(world, scenario, number, reader)
@@ -675,29 +679,25 @@ def _reader_moves(world: World, scenario: Scenario, number: int, reader: Reader)
             yield f"{name}: peek: {reply.code}, to {ending}", after
 
 
-def _freeze_waits(world: World, scenario: Scenario) -> bool:
-    """Whether the server is so young that workers may still have to put back steps."""
-    rollout, rule = world.now.rollout, scenario.protocol.freeze_waits
-    return world.young and (rule == "always" or (rule == "open" and (rollout is None or rollout.status == "open")))
-
-
 def _freeze_moves(world: World, scenario: Scenario, number: int, reader: Reader) -> Iterator[Move]:
     """Freeze, and read it all at once or only the first chunk."""
     name = f"reader {number}"
     freeze = Message("freeze", (_new_name(world), f"s{world.names + 1}"))
     for how, after, reply in _send(world, scenario, freeze):
         code = reply.code if reply else "no answer"
-        if reply and reply.code == "OK":
-            if reply.rest[0] == freeze.args[1] and after.names == world.names:
-                after = after._replace(names=world.names + 1)
-            state = after.now.rollout
-            assert state is not None
-            reading = Held(state.snapshot, state.version, snapshot_of(state))
-            begun = reader._replace(reading=reading, incarnation=state.incarnation)
-            if scenario.chunks:
-                yield f"{name}: freeze: OK, first chunk{how}", _with_reader(after, number, begun)
-            after = _shown(after, scenario, number, reader, state.incarnation, reading)
-        yield f"{name}: freeze: {code}{how}", after
+        if reply is None or reply.code != "OK":
+            yield f"{name}: freeze: {code}{how}", after
+            continue
+        state = after.now.rollout
+        assert state is not None
+        names = max(after.names, world.names + (reply.rest[0] == freeze.args[1]))
+        told = after._replace(names=names)
+        reading = Held(state.snapshot, state.version, snapshot_of(state))
+        begun = reader._replace(reading=reading, incarnation=state.incarnation)
+        if scenario.chunks:
+            yield f"{name}: freeze: OK, first chunk{how}", _with_reader(told, number, begun)
+        shown = _shown(told, scenario, number, reader, state.incarnation, reading)
+        yield f"{name}: freeze: OK{how}", shown
 
 
 def _with_reader(world: World, number: int, reader: Reader) -> World:
@@ -712,18 +712,22 @@ def _read_on(world: World, scenario: Scenario, number: int, reader: Reader, read
     if reply.code == "OK":
         assert world.now.rollout is not None
         if world.now.rollout.snapshot == reading.snapshot and not world.young:
-            _check(_agree(snapshot_of(world.now.rollout), reading.seen), "a mixture of two snapshots was read")
+            _check(
+                _agree(snapshot_of(world.now.rollout), reading.seen), "a mixture of two snapshots was read"
+            )
             after = _shown(after, scenario, number, done, reader.incarnation, reading)
         else:
-            # The server forgot the freeze, or marks that came after it: reading does not wait for those that put
-            # them back, but dropping does.
+            # The server forgot the freeze, or marks that came after it. Reading does not wait until they are
+            # put back, but dropping does.
             after = _with_reader(after, number, done._replace(held=reading))
     else:
         after = _with_reader(after, number, done)
     return f"reader {number}: read: {reply.code}", after
 
 
-def _shown(world: World, scenario: Scenario, number: int, reader: Reader, incarnation: str, held: Held) -> World:
+def _shown(
+    world: World, scenario: Scenario, number: int, reader: Reader, incarnation: str, held: Held
+) -> World:
     """Give a snapshot to a trainer."""
     facts = world.now.facts
     if facts.shown and facts.shown[0] == incarnation:
@@ -754,7 +758,11 @@ def _agree(now: Seen, earlier: Seen) -> bool:
     """
     if now.complete or earlier.complete:
         return now == earlier
-    return (now.records, now.refusals, now.open_calls) == (earlier.records, earlier.refusals, earlier.open_calls)
+    return (now.records, now.refusals, now.open_calls) == (
+        earlier.records,
+        earlier.refusals,
+        earlier.open_calls,
+    )
 
 
 def _is_in(acked: Acked, seen: Seen, incarnation: str) -> bool:

@@ -1,4 +1,4 @@
-"""Every history within the bounds of a scenario, breadth first, so that the first fault found is the shortest."""
+"""Every history within the bounds of a scenario, the shortest first: a fault has its shortest trace."""
 
 from __future__ import annotations
 

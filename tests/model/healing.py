@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from model.steps import (
     Answer,
@@ -29,7 +29,7 @@ class Kept(NamedTuple):
     """An acknowledged step, as its worker keeps it."""
 
     step: str
-    args: tuple[str, ...]
+    args: tuple[Any, ...]
     incarnation: str
     own: int
     """Number under which it was acknowledged; 0 if that is not known."""
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
     @property
     def subject(self) -> str:
-        return self.args[SUBJECT_AT[self.step]]
+        return str(self.args[SUBJECT_AT[self.step]])
 
     @property
     def trace(self) -> str:
@@ -53,14 +53,10 @@ class HealRules:
 
     sees_collisions: bool = True
     """A step whose number another one has taken meanwhile is run under a new number, and marks its call."""
-    marks_frozen: bool = True
-    """A step that comes back after the freeze marks its call."""
     knows_its_own: bool = True
     """A step that finds what it wrote is not run again (a put is: it may meet a conflict)."""
     marks_absent: bool = True
     """Where the attempt is not there, it is marked; it is not begun again: it may have been deleted."""
-    claims: bool = True
-    """A number that was acknowledged is never given again: what is not put back stays a hole that shows."""
 
 
 def heal(there: Stored, step: StepFunction, kept: Kept, new_incarnation: str, rules: HealRules) -> Answer:
@@ -68,42 +64,42 @@ def heal(there: Stored, step: StepFunction, kept: Kept, new_incarnation: str, ru
     if there and there.status == "retired":
         return there, reply("RETIRED", there)
     if there is None or there.incarnation != kept.incarnation:
-        if there and has_failed(there, ""):
-            return there, reply("LOST", there)
-        if rules.marks_absent:
-            return lost(there or Rollout(new_incarnation), "")
-        if there:
-            return there, reply("RETIRED", there)
-    state = claim(there or Rollout(kept.incarnation), kept.own, rules)
+        if there or rules.marks_absent:
+            return lost_rollout(there, new_incarnation)
+        there = Rollout(kept.incarnation)
+    return put_back(claim(there, kept.own), step, kept, rules)
+
+
+def put_back(state: Rollout, step: StepFunction, kept: Kept, rules: HealRules) -> Answer:
+    """Run the step, unless what it wrote is there."""
     trace = trace_of(state, kept.own) if kept.own else ""
-    is_own = trace == kept.trace
-    collided = bool(trace) and not is_own
-    if (is_own and rules.knows_its_own and kept.step != "put") or (
-        collided and not rules.sees_collisions
-    ):
+    is_there = trace == kept.trace
+    collided = bool(trace) and not is_there
+    if is_there and rules.knows_its_own and kept.step != "put":
+        return state, reply("SAME", state)
+    if collided and not rules.sees_collisions:
         return state, reply("SAME", state)
     own = 0 if trace else kept.own
     if kept.step == "begin" and row_of(state, kept.subject) and rules.knows_its_own:
-        after, answer = state, reply("SAME", state)  # also of a frozen rollout
+        answer = reply("SAME", state)  # also of a frozen rollout
     else:
         stored, answer = step(state, *kept.args, own=own)
         assert stored is not None
-        after = stored
-    if answer.code == "SAME" and own and after.status == "open":
-        after = write(after, kept.trace, own, version=0)  # put back in another way, and the number is not missing
+        state = stored
+    if answer.code == "SAME" and own and state.status == "open":
+        # Put back in another way: the number is not missing.
+        state = write(state, kept.trace if kept.step != "stage" else "p:", own, version=0)
     if answer.code in ("MISSING", "CONFLICT"):
-        return after, answer
-    call = "" if kept.step == "stage" else kept.subject
-    is_over = answer.code not in ("OK", "SAME") and rules.marks_frozen
+        return state, answer
     moved = collided or (kept.own == 0 and answer.code == "OK")
-    if is_over or (moved and kept.step != "mark"):
-        return lost(after, call)
-    return after, reply(answer.code, after)
+    if answer.code not in ("OK", "SAME") or (moved and kept.step != "mark"):
+        return lost(state, "" if kept.step == "stage" else kept.subject)
+    return state, reply(answer.code, state)
 
 
-def claim(state: Rollout, number: int, rules: HealRules) -> Rollout:
-    """Let no other step have this number."""
-    if state.status != "open" or number <= state.seq or not rules.claims:
+def claim(state: Rollout, number: int) -> Rollout:
+    """Let no other step have this number: what is not put back stays a hole that shows."""
+    if state.status != "open" or number <= state.seq:
         return state
     return state._replace(seq=number)
 
@@ -113,17 +109,23 @@ def lost(state: Rollout, call: str) -> Answer:
     return after, reply("LOST", after)
 
 
-def verify(there: Stored, new_incarnation: str, incarnation: str, seq: int, rules: HealRules) -> Answer:
+def lost_rollout(there: Stored, new_incarnation: str) -> Answer:
+    """Mark the rollout as a whole, once."""
+    if there and has_failed(there, ""):
+        return there, reply("LOST", there)
+    return lost(there or Rollout(new_incarnation), "")
+
+
+def verify(there: Stored, new_incarnation: str, incarnation: str, seq: int) -> Answer:
     """Mark the rollout if it is not the attempt that was acknowledged; show it if it has fewer steps."""
-    if there is None:
-        return lost(Rollout(new_incarnation), "")
-    if there.status == "retired":
+    if there and there.status == "retired":
         return there, reply("RETIRED", there)
-    if there.incarnation == incarnation:
-        state = claim(there, seq, rules)
-        if state.seq >= seq:
-            return state, reply("OK", state)
-    return lost(there, "")
+    if there is None or there.incarnation != incarnation:
+        return lost_rollout(there, new_incarnation)
+    state = claim(there, seq)
+    if state.seq < seq:
+        return lost_rollout(state, new_incarnation)
+    return state, reply("OK", state)
 
 
 class Seen(NamedTuple):

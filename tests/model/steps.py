@@ -21,7 +21,8 @@ class Rollout(NamedTuple):
     version: int = 0
     seq: int = 0
     traces: frozenset[tuple[int, str]] = frozenset()
-    """Numbers of the steps, and what each wrote: ``n:``, ``r:``, ``x:`` or ``f:`` and the call, or ``p:`` and the part."""
+    """Numbers of the steps, and what each wrote: ``n:``, ``r:``, ``x:`` or ``f:`` and the call, or ``p:`` and
+    the part."""
     rows: frozenset[tuple[str, str]] = frozenset()
     """Calls, and how far each is: ``n``, or ``r:`` and the content, or ``x:`` and the code."""
     failures: frozenset[tuple[str, str, frozenset[str]]] = frozenset()
@@ -74,7 +75,9 @@ def holds(state: Rollout) -> int:
     return int(bool(state.failures) or any(row[0] in "nr" for _, row in state.rows))
 
 
-def write(state: Rollout, wrote: str, own: int, *, version: int = 1, row: tuple[str, str] | None = None) -> Rollout:
+def write(
+    state: Rollout, wrote: str, own: int, *, version: int = 1, row: tuple[str, str] | None = None
+) -> Rollout:
     """Leave the trace of a step, under the next number or, when it is put back, under its ``own``."""
     number = own or state.seq + 1
     rows = state.rows
@@ -166,7 +169,7 @@ def mark(
     return state, reply("OK", state)
 
 
-def refuse(
+def refuse(  # noqa: PLR0911 - in the order of the script
     there: Stored, new_incarnation: str, incarnation: str, call: str, code: str, *, own: int = 0
 ) -> Answer:
     if incarnation and (there is None or there.incarnation != incarnation):

@@ -38,12 +38,12 @@ BASE = (Task("begin", "a"), Task("put", "a", ("A", "", (), ("block",))))
 ON_BASE = (Task("begin", "b"), Task("put", "b", ("B", "block", (), ("next",))))
 
 SCENARIOS = (
-    Scenario("a network that delays", (A, B, MARK), 2, Budget(copies=1)),
+    Scenario("a network that delays", (A, INTENT, MARK), 2, Budget(copies=1)),
     Scenario("a server that forgets", (A, B), 1, Budget(restarts=1, crashes=1)),
     Scenario("marks that are forgotten", (A, MARK), 1, Budget(restarts=1), chunks=True),
     Scenario("two restarts", (INTENT, MARK), 1, Budget(restarts=2)),
     Scenario("a server without a file", (A, B), 1, Budget(restarts=1, settlings=1), forgets_all=True),
-    Scenario("an id that is used again", (A, B), 1, Budget(endings=1, copies=1)),
+    Scenario("an id that is used again", (A, INTENT), 1, Budget(endings=1, copies=1)),
     Scenario("an id that is used again, a slow network", (A, ()), 1, Budget(endings=1, copies=2)),
     Scenario("an id that is used again, and a restart", (A, INTENT), 1, Budget(endings=1, restarts=1)),
     Scenario("a spilled mark", (FAILED, ()), 1, Budget(restarts=1, copies=1, spills=1, replays=1)),
@@ -59,6 +59,7 @@ SCENARIOS = (
 )
 
 DEEP = (
+    Scenario("a network that delays", (A, B, MARK), 2, Budget(copies=1)),
     Scenario("two trainers", (A, B), 2, Budget(restarts=1, crashes=1), chunks=True),
     Scenario("a marker", (A, INTENT, MARK), 1, Budget(restarts=1, crashes=1)),
     Scenario("a slow network", (A, INTENT), 1, Budget(endings=1, copies=2)),
@@ -85,7 +86,10 @@ HAPPENINGS = (
     *(f"^worker .: verify: {code}" for code in ("OK", "LOST", "RETIRED")),
     *(f"^worker .: replays the mark of a: {code}" for code in ("OK", "SAME", "RETIRED")),
     r"^worker .: replays .* answer lost",
-    *(f"^network: {step}.* arrives late: " for step in ("begin", "put", "mark", "freeze", "drop", "retire", "delete")),
+    *(
+        f"^network: {step}.* arrives late: "
+        for step in ("begin", "put", "mark", "freeze", "drop", "retire", "delete")
+    ),
     r"^reader .: freeze: OK",
     r"^reader .: freeze: RETIRED",
     r"^reader .: freeze: OK, first chunk",
@@ -121,7 +125,9 @@ def test_every_promise_holds_and_all_that_may_happen_did() -> None:
     assert not missing
 
 
-@pytest.mark.skipif(not os.environ.get("CAPTURE_MODEL_DEEP"), reason="minutes: only with CAPTURE_MODEL_DEEP=1")
+@pytest.mark.skipif(
+    not os.environ.get("CAPTURE_MODEL_DEEP"), reason="minutes: only with CAPTURE_MODEL_DEEP=1"
+)
 @pytest.mark.parametrize("scenario", DEEP, ids=lambda scenario: scenario.name)
 def test_every_promise_holds_in_larger_scenarios(scenario: Scenario) -> None:
     explored = explore(scenario)
@@ -167,7 +173,9 @@ BROKEN = (
         "a delayed duplicate touched another attempt",
     ),
     (
-        Scenario("drops ignore the version", (A, MARK), 1, Budget(), protocol=with_step("drop", drop_any_version)),
+        Scenario(
+            "drops ignore the version", (A, MARK), 1, Budget(), protocol=with_step("drop", drop_any_version)
+        ),
         "a drop removed what was not consumed",
     ),
     (
@@ -175,11 +183,15 @@ BROKEN = (
         "a rollout that lost a call is complete",
     ),
     (
-        Scenario("a freeze does not wait", (A,), 1, Budget(restarts=1), protocol=Protocol(freeze_waits="never")),
+        Scenario(
+            "a freeze does not wait", (A,), 1, Budget(restarts=1), protocol=Protocol(freeze_waits=False)
+        ),
         "a rollout that lost a call is complete",
     ),
     (
-        Scenario("a drop does not wait", (A, MARK), 1, Budget(restarts=1), protocol=Protocol(drop_waits=False)),
+        Scenario(
+            "a drop does not wait", (A, MARK), 1, Budget(restarts=1), protocol=Protocol(drop_waits=False)
+        ),
         "a rollout that lost a call is complete",
     ),
     (
