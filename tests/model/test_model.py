@@ -64,7 +64,7 @@ DEEP = (
     Scenario("a marker", (A, INTENT, MARK), 1, Budget(restarts=1, crashes=1)),
     Scenario("a slow network", (A, INTENT), 1, Budget(endings=1, copies=2)),
     Scenario("numbers that others were told", (A, (*B, B[1])), 1, Budget(restarts=1, crashes=1)),
-    Scenario("two restarts", (A, B), 1, Budget(restarts=2, crashes=1)),
+    Scenario("two restarts", (A, INTENT), 1, Budget(restarts=2, crashes=1)),
     Scenario("an id that is used again", (A, B), 1, Budget(endings=1, restarts=1)),
     Scenario("a spilled mark", (FAILED, MARK), 1, Budget(restarts=1, copies=1, spills=1, replays=1)),
     Scenario("workers that come late", (A, B), 1, Budget(restarts=1), in_time=False),
