@@ -108,10 +108,6 @@ class Facts(NamedTuple):
     """The newest snapshot given, and of which attempt."""
     marks: frozenset[str] = frozenset()
     """Ids of the marks that were made."""
-    came_back: frozenset[str] = frozenset()
-    """Attempts that were deleted, and that a late begin has brought back."""
-    came_late: frozenset[str] = frozenset()
-    """Snapshots of a deleted attempt that a late freeze has given to another one."""
 
 
 class Disk(NamedTuple):
@@ -192,8 +188,10 @@ class Protocol:
     verifies: bool = True
     freeze_waits: bool = True
     """On a young server."""
+    read_waits: bool = True
     drop_waits: bool = True
-    """Likewise."""
+    names_anew: bool = True
+    """No two copies of a message bring the same name for a new attempt or snapshot."""
     replays_by_attempt: bool = True
     replays_by_id: bool = True
 
@@ -212,8 +210,6 @@ class Scenario:
     """Whether a trainer may read a rollout in two chunks."""
     forgets_all: bool = False
     """Whether a restart loses everything, also what was acknowledged long ago (durability ``memory``)."""
-    counts_late_words: bool = False
-    """Whether what is known of a begin and a freeze that are delayed past a delete is held against them."""
     protocol: Protocol = Protocol()
 
     def first(self) -> World:
@@ -301,14 +297,12 @@ def _apply(world: World, scenario: Scenario, message: Message) -> tuple[World, R
     before, facts = world.now.rollout, world.now.facts
     after, reply = scenario.protocol.steps[message.step](before, *message.args)
     acked = world.acked
-    if not scenario.counts_late_words:
-        facts = _with_late_words(facts, message, before, after)
     match message.step, reply.code:
         case "put", "OK":
             _check(reply.incarnation not in facts.fenced, "a new put succeeded after the freeze")
             _check(before is not None, "a put began a rollout")
             announced = any((each.incarnation, each.call) == message.args[:2] for each in acked)
-            fresh = announced or reply.incarnation not in facts.deleted - facts.came_back
+            fresh = announced or reply.incarnation not in facts.deleted
             _check(fresh, "a record of a deleted attempt came into a new one")
         case "mark", "OK":
             facts = facts._replace(marks=facts.marks | {str(message.args[3])})
@@ -317,29 +311,13 @@ def _apply(world: World, scenario: Scenario, message: Message) -> tuple[World, R
             facts = facts._replace(fenced=facts.fenced | {reply.incarnation})
         case "drop", "OK" if before and before.status == "frozen":
             assert message.consumed is not None
-            consumed = _agree(snapshot_of(before), message.consumed) or before.snapshot in facts.came_late
+            consumed = _agree(snapshot_of(before), message.consumed)
             _check(consumed, "a drop removed what was not consumed")
             _check_nothing_lost(world, scenario, snapshot_of(before), before.incarnation)
         case "delete", "OK" if before:
             facts = facts._replace(deleted=facts.deleted | {before.incarnation})
             acked = frozenset()  # the trainer has no use any more for whatever was promised
     return _stored(world, after, facts)._replace(acked=acked), reply
-
-
-def _with_late_words(facts: Facts, message: Message, before: Stored, after: Stored) -> Facts:
-    """Allow what a begin and a freeze can do that are delayed past a delete.
-
-    The begin brings the very attempt back, and with it whatever names it. The freeze gives its snapshot id to
-    the next attempt, which a drop of the deleted one then removes.
-    """
-    if after is None or message.step not in ("begin", "join", "freeze"):
-        return facts
-    if before is None and after.incarnation in facts.deleted:
-        back = {after.incarnation}
-        facts = facts._replace(came_back=facts.came_back | back, fenced=facts.fenced - back, shown=None)
-    if facts.deleted and message.step == "freeze" and (before is None or before.status == "open"):
-        facts = facts._replace(came_late=facts.came_late | {after.snapshot})
-    return facts
 
 
 def _stored(world: World, after: Stored, facts: Facts) -> World:
@@ -367,14 +345,28 @@ def _send(world: World, scenario: Scenario, message: Message) -> Outcomes:
     if world.budget.copies and message not in world.under_way:
         budget = world.budget._replace(copies=world.budget.copies - 1)
         names = world.names + any(arg == _new_name(world) for arg in message.args)
-        on_its_way = world.under_way | {message}
         if message.step != "peek":
+            sent = after._replace(budget=budget, names=max(names, after.names))
+            copy = _again(sent, scenario, message)
             yield (
                 ", a copy comes later",
-                after._replace(under_way=on_its_way, budget=budget, names=max(names, after.names)),
+                sent._replace(under_way=world.under_way | {copy}, names=sent.names + (copy != message)),
                 reply,
             )
-        yield ", delayed", world._replace(under_way=on_its_way, budget=budget, names=names), None
+        delayed = world._replace(under_way=world.under_way | {message}, budget=budget, names=names)
+        yield ", delayed", delayed, None
+
+
+def _again(world: World, scenario: Scenario, message: Message) -> Message:
+    """The same message, to be sent another time (``scripts.again``)."""
+    if not scenario.protocol.names_anew:
+        return message
+    match message.step:
+        case "join" | "begin" | "mark" | "refuse":
+            return message._replace(args=(_new_name(world), *message.args[1:]))
+        case "freeze":
+            return message._replace(args=(_new_name(world), f"s{world.names + 1}"))
+    return message
 
 
 def _arrive_late(world: World, scenario: Scenario, message: Message) -> Move:
@@ -414,7 +406,10 @@ def _worker_moves(world: World, scenario: Scenario, number: int, worker: Worker)
     if not worker.program:
         return
     task = worker.program[0]
-    message = worker.sent or _message(world, worker, task, f"{name} {task.call}")
+    if worker.sent:
+        message = _again(world, scenario, worker.sent)
+    else:
+        message = _message(world, worker, task, f"{name} {task.call}")
     for how, after, reply in _send(world, scenario, message):
         if reply is None:
             waiting = worker._replace(sent=message)
@@ -588,6 +583,9 @@ def _put_back(world: World, scenario: Scenario, number: int, worker: Worker, at:
         case "OK" | "SAME":
             own = kept.own or (reply.seq if reply.code == "OK" else 0)
             remembered = (kept._replace(own=own, run=world.run, waits=0),)
+        case "CONFLICT":
+            mark = _lost_mark(kept, number, kept.incarnation, kept.subject, reply.seq, world.run)
+            remembered = (mark,)
         case "MISSING" if kept.waits != world.run:
             remembered = (kept._replace(waits=world.run),)
         case "MISSING":
@@ -659,7 +657,10 @@ def _reader_moves(world: World, scenario: Scenario, number: int, reader: Reader)
         yield from _end_moves(world, scenario, number, reader, reader.asked)
         return
     if reader.reading:
-        yield _read_on(world, scenario, number, reader, reader.reading)
+        if world.young and scenario.protocol.read_waits:
+            yield f"{name}: read waits", world
+        else:
+            yield _read_on(world, scenario, number, reader, reader.reading)
         return
     if world.young and scenario.protocol.freeze_waits:
         yield f"{name}: freeze waits", world
@@ -707,19 +708,14 @@ def _with_reader(world: World, number: int, reader: Reader) -> World:
 
 def _read_on(world: World, scenario: Scenario, number: int, reader: Reader, reading: Held) -> Move:
     """Read the rest of what was frozen, if it still is that."""
-    after, reply = _apply(world, scenario, Message("read", (reader.incarnation, reading.version)))
+    message = Message("read", (reader.incarnation, reading.snapshot, reading.version))
+    after, reply = _apply(world, scenario, message)
     done = reader._replace(reading=None, incarnation="")
     if reply.code == "OK":
         assert world.now.rollout is not None
-        if world.now.rollout.snapshot == reading.snapshot and not world.young:
-            _check(
-                _agree(snapshot_of(world.now.rollout), reading.seen), "a mixture of two snapshots was read"
-            )
-            after = _shown(after, scenario, number, done, reader.incarnation, reading)
-        else:
-            # The server forgot the freeze, or marks that came after it. Reading does not wait until they are
-            # put back, but dropping does.
-            after = _with_reader(after, number, done._replace(held=reading))
+        same = _agree(snapshot_of(world.now.rollout), reading.seen)
+        _check(same, "a mixture of two snapshots was read")
+        after = _shown(after, scenario, number, done, reader.incarnation, reading)
     else:
         after = _with_reader(after, number, done)
     return f"reader {number}: read: {reply.code}", after
@@ -775,7 +771,7 @@ def _is_in(acked: Acked, seen: Seen, incarnation: str) -> bool:
             return any(call == acked.call for call, _ in seen.records | seen.refusals)
         case "r":
             return (acked.call, acked.what[2:]) in seen.records
-        case "x":  # with whichever code: putting back compares traces, which do not tell it
+        case "x":  # with whichever code: who knows of the one that was lost may be gone
             return any(call == acked.call for call, _ in seen.refusals)
     return False
 

@@ -54,7 +54,7 @@ class HealRules:
     sees_collisions: bool = True
     """A step whose number another one has taken meanwhile is run under a new number, and marks its call."""
     knows_its_own: bool = True
-    """A step that finds what it wrote is not run again (a put is: it may meet a conflict)."""
+    """A step that finds its trace is not run again (a put or a refusal is: it may be of other content)."""
     marks_absent: bool = True
     """Where the attempt is not there, it is marked; it is not begun again: it may have been deleted."""
 
@@ -73,9 +73,10 @@ def heal(there: Stored, step: StepFunction, kept: Kept, new_incarnation: str, ru
 def put_back(state: Rollout, step: StepFunction, kept: Kept, rules: HealRules) -> Answer:
     """Run the step, unless what it wrote is there."""
     trace = trace_of(state, kept.own) if kept.own else ""
-    is_there = trace == kept.trace
+    # A part that was there already is put back without its name.
+    is_there = trace == kept.trace or (kept.step == "stage" and trace == "p:")
     collided = bool(trace) and not is_there
-    if is_there and rules.knows_its_own and kept.step != "put":
+    if is_there and rules.knows_its_own and kept.step not in ("put", "refuse"):
         return state, reply("SAME", state)
     if collided and not rules.sees_collisions:
         return state, reply("SAME", state)

@@ -200,10 +200,10 @@ def freeze(there: Stored, new_incarnation: str, snapshot: str) -> Answer:
     return state, reply("OK", state, state.snapshot, state)
 
 
-def read(there: Stored, incarnation: str, version: int) -> Answer:
-    if there is None or there.incarnation != incarnation or there.status != "frozen":
+def read(there: Stored, incarnation: str, snapshot: str, version: int) -> Answer:
+    if there is None or there.incarnation != incarnation or there.status == "retired":
         return there, reply("RETIRED", there)
-    if there.version != version:
+    if (there.snapshot, there.version) != (snapshot, version):
         return there, reply("CHANGED", there)
     return there, reply("OK", there, there)
 

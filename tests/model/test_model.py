@@ -94,6 +94,7 @@ HAPPENINGS = (
     r"^reader .: freeze: RETIRED",
     r"^reader .: freeze: OK, first chunk",
     r"^reader .: freeze waits",
+    r"^reader .: read waits",
     *(f"^reader .: read: {code}" for code in ("OK", "CHANGED", "RETIRED")),
     r"^reader .: drop: OK.*, complete with 1",
     r"^reader .: drop: OK.*, complete with 2",
@@ -190,6 +191,37 @@ BROKEN = (
     ),
     (
         Scenario(
+            "reading does not wait",
+            (A, MARK),
+            1,
+            Budget(restarts=1),
+            chunks=True,
+            protocol=Protocol(read_waits=False),
+        ),
+        "a rollout that lost a call is complete",
+    ),
+    (
+        Scenario(
+            "a late begin brings the name that was told",
+            (A,),
+            1,
+            Budget(endings=1, copies=1),
+            protocol=Protocol(names_anew=False),
+        ),
+        "a record of a deleted attempt came into a new one",
+    ),
+    (
+        Scenario(
+            "a late freeze brings the name that was told",
+            ((Task("begin", "a"), Task("begin", "b")),),
+            1,
+            Budget(endings=1, copies=1),
+            protocol=Protocol(names_anew=False),
+        ),
+        "a drop removed what was not consumed",
+    ),
+    (
+        Scenario(
             "a drop does not wait", (A, MARK), 1, Budget(restarts=1), protocol=Protocol(drop_waits=False)
         ),
         "a rollout that lost a call is complete",
@@ -262,26 +294,3 @@ def test_a_broken_protocol_is_found_out(scenario: Scenario, promise: str) -> Non
     explored = explore(scenario)
     assert explored.broken
     assert explored.broken.startswith(promise), report(explored)
-
-
-# What is known of words that come late -------------------------------------------------------------------
-
-
-def test_a_begin_that_is_delayed_past_a_delete_brings_its_attempt_back() -> None:
-    scenario = Scenario("late begin", (A,), 1, Budget(endings=1, copies=1), counts_late_words=True)
-    explored = explore(scenario)
-    assert explored.trace == (
-        "worker 0: begin a: OK, a copy comes later",
-        "reader 0: peek: OK, to delete",
-        "reader 0: delete: OK",
-        "network: begin('i1', 'a') arrives late: OK",
-    )
-    assert explored.broken == "a record of a deleted attempt came into a new one"  # by the worker's put
-
-
-def test_a_freeze_that_is_delayed_past_a_delete_gives_its_snapshot_id_again() -> None:
-    again = Task("begin", "a"), Task("begin", "b")
-    scenario = Scenario("late freeze", (again,), 1, Budget(endings=1, copies=1), counts_late_words=True)
-    explored = explore(scenario)
-    assert explored.broken == "a drop removed what was not consumed"
-    assert any("freeze" in label and "arrives late" in label for label in explored.trace)

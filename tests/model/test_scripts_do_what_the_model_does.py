@@ -42,7 +42,7 @@ CAN_BE_LOST = {
 OTHERS = {
     "join": st.tuples(incarnations),
     "freeze": st.tuples(incarnations, snapshots),
-    "read": st.tuples(incarnations, numbers),
+    "read": st.tuples(incarnations, snapshots, numbers),
     "drop": st.tuples(snapshots, numbers),
     "peek": st.tuples(),
     "retire": st.tuples(named, incarnations),
@@ -97,9 +97,9 @@ def real_call(step: Told) -> Call:  # noqa: PLR0911 - one for each step
         case Told("refuse", (new, incarnation, call, code)):
             return Call(Step.REFUSE, KEY, (new, incarnation, call, refusal_row(code), b"details"))
         case Told("freeze", (new, snapshot)):
-            return scripts.freeze(KEY, new_incarnation=new, snapshot_id=snapshot, max_bytes=ROWS)
-        case Told("read", (incarnation, version)):
-            return scripts.read(KEY, incarnation=incarnation, version=version, from_seq=1, max_bytes=ROWS)
+            return scripts.freeze(KEY, new_incarnation=new, new_snapshot_id=snapshot, max_bytes=ROWS)
+        case Told("read", (incarnation, snapshot, version)):
+            return Call(Step.READ, KEY, (incarnation, snapshot, version, 1, ROWS))
         case Told("heal", (inner, own, incarnation, new)):
             return scripts.heal(real_call(inner), seq=own, incarnation=incarnation, new_incarnation=new)
         case Told("verify", (new, incarnation, seq)):
