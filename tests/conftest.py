@@ -56,6 +56,20 @@ def real_server(request: pytest.FixtureRequest) -> RealServer:
     return server
 
 
+@pytest.fixture
+def server(real_server: RealServer) -> Iterator[RealServer]:
+    """A server of the test's own, of each kind in turn: to be configured, killed, robbed of its data."""
+    with RealServer(real_server.binary) as own:
+        yield own
+
+
+@pytest.fixture
+def one_server(valkey9: RealServer) -> Iterator[RealServer]:
+    """The same, of one kind, where kinds make no difference."""
+    with RealServer(valkey9.binary) as own:
+        yield own
+
+
 @pytest.fixture(scope="session", params=REAL_SERVERS)
 def sentinel_group(request: pytest.FixtureRequest) -> Iterator[SentinelGroup]:
     """A primary, a replica and three Sentinels; who kills one of them revives it."""

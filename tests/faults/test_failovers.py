@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,13 +41,15 @@ async def write_through(
     await writing
 
 
+def kill_and_revive(group: SentinelGroup) -> None:
+    group.kill_primary()
+    group.revive()
+
+
 async def test_what_sentinels_promote_shows_every_loss(
     sentinel_group: SentinelGroup, crew: list[WriterProcess], ledger: Ledger, settings: dict[str, Any]
 ) -> None:
-    def kill() -> None:
-        sentinel_group.kill_primary()
-        sentinel_group.revive()
-
+    kill = partial(kill_and_revive, sentinel_group)
     await write_through(kill, sentinel_group.url, crew, ledger, settings)
     await read_and_judge(sentinel_group.url, ledger, ROLLOUTS, settings=settings)
 
@@ -54,11 +57,9 @@ async def test_what_sentinels_promote_shows_every_loss(
 async def test_what_a_replica_had_to_confirm_is_there_after_its_promotion(
     sentinel_group: SentinelGroup, crew: list[WriterProcess], ledger: Ledger, settings: dict[str, Any]
 ) -> None:
-    def kill() -> None:
-        sentinel_group.kill_primary()
-        sentinel_group.revive()
-
-    await write_through(kill, sentinel_group.url, crew, ledger, settings | {"replicas": 1})
+    await write_through(
+        partial(kill_and_revive, sentinel_group), sentinel_group.url, crew, ledger, settings | {"replicas": 1}
+    )
     snapshots = await read_and_judge(
         sentinel_group.url, ledger, ROLLOUTS, server_kept_all=True, settings=settings
     )

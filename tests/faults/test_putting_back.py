@@ -6,7 +6,7 @@ import asyncio
 import base64
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -31,13 +31,6 @@ LONG_EXPERTS = "nrlre1:int8:8192x48x8:" + base64.b64encode(random.Random(0).rand
 
 LONG_AGO_S = 0.05
 """For sources that do not wait for what may come back."""
-
-
-@pytest.fixture
-def server(real_server: RealServer) -> Iterator[RealServer]:
-    """A server of the test's own, to be killed and robbed of its data."""
-    with RealServer(real_server.binary) as own:
-        yield own
 
 
 @pytest.fixture

@@ -53,13 +53,6 @@ MARKED = [(IncompleteCode.MARKED, "lost")]
 
 
 @pytest.fixture
-def server(real_server: RealServer) -> Iterator[RealServer]:
-    """A server of the test's own, to be killed."""
-    with RealServer(real_server.binary) as own:
-        yield own
-
-
-@pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return tmp_path / "spill"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,6 @@ PATIENCE_S = 30.0
 SETTINGS: dict[str, Any] = {"namespace": "run", "timeout_s": PATIENCE_S}
 CALLERS = 64
 RECORD_BYTES = 2**21
-
-
-@pytest.fixture
-def server(real_server: RealServer) -> Iterator[RealServer]:
-    """A server of the test's own, to be configured and hurt."""
-    with RealServer(real_server.binary) as own:
-        yield own
-
-
-@pytest.fixture
-def one_server(valkey9: RealServer) -> Iterator[RealServer]:
-    """The same, of one kind, where kinds make no difference."""
-    with RealServer(valkey9.binary) as own:
-        yield own
 
 
 def configure(server: RealServer, **config: Any) -> None:

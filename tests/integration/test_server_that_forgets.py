@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -25,13 +25,6 @@ SOURCE_SETTINGS = {**SETTINGS, "settle_s": 0.05}
 """Does not wait for what may come back."""
 
 Step = Callable[[RedisTokenSink], Awaitable[None]]
-
-
-@pytest.fixture
-def server(real_server: RealServer) -> Iterator[RealServer]:
-    """A server of the test's own, to be killed and robbed of its data."""
-    with RealServer(real_server.binary) as own:
-        yield own
 
 
 async def capture(sink: RedisTokenSink, *calls: str, rollout: str = "r") -> None:
