@@ -17,6 +17,7 @@ from support.servers import RealServer
 from gym_capture_redis import BackendUnavailableError, DurabilityError, RedisTokenSink, RedisTokenSource
 
 PATIENCE_S = 30.0
+NOTHING_IS_FORGOTTEN_S = 0.01
 IMPATIENCE_S = 1.5
 """Longer than a lane waits for replicas, so that a step is sent again over another connection."""
 
@@ -67,7 +68,12 @@ def replicas_of(server: RealServer) -> list[str]:
 def clients(
     pair: Pair, namespace: str, *, replicas: int = 1, timeout_s: float = PATIENCE_S
 ) -> tuple[RedisTokenSink, RedisTokenSource]:
-    settings: dict[str, Any] = {"namespace": namespace, "replicas": replicas, "timeout_s": timeout_s}
+    settings: dict[str, Any] = {
+        "namespace": namespace,
+        "replicas": replicas,
+        "timeout_s": timeout_s,
+        "settle_s": NOTHING_IS_FORGOTTEN_S,
+    }
     return RedisTokenSink(pair.primary.url, **settings), RedisTokenSource(pair.primary.url, **settings)
 
 
@@ -150,7 +156,9 @@ async def test_what_a_replica_has_survives_the_primary(own_pair: Pair, namespace
         own_pair.primary.kill()
     with own_pair.replica.client() as client:
         client.execute_command("REPLICAOF", "NO", "ONE")
-    async with RedisTokenSource(own_pair.replica.url, namespace=namespace) as source:
+    async with RedisTokenSource(
+        own_pair.replica.url, namespace=namespace, settle_s=NOTHING_IS_FORGOTTEN_S
+    ) as source:
         snapshot = await source.freeze("r")
     assert len(snapshot.entries) == 20
     assert not snapshot.incomplete

@@ -159,6 +159,8 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
     Step.VERIFY: lambda key, _: scripts.verify(
         key, new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION, seq=9
     ),
+    Step.INDEX: lambda key, _: scripts.index(key, incarnation=INCARNATION, from_seq=1, max_bytes=1),
+    Step.BLOCKS: lambda key, _: scripts.blocks(key, incarnation=INCARNATION, known=[], ends=[]),
 }
 
 
@@ -187,7 +189,7 @@ async def test_a_damaged_rollout_among_good_ones_answers_for_itself_alone(
     left = [backend.redis.hget(backend.key(rollout).decode(), "s") for rollout in good]
     assert len(set(left)) == 1
     assert (left[0] is None) == (step is Step.DELETE)
-    if step not in (Step.JOIN, Step.PEEK, Step.READ, Step.DELETE):
+    if step not in (Step.JOIN, Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS, Step.DELETE):
         assert read_state(backend.redis, backend.key("good0")) != untouched
 
 
