@@ -9,11 +9,13 @@ from typing import Any
 from redis import exceptions as redis_errors
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from gym_capture_redis.faults import is_transient
+from gym_capture_redis.faults import NotConfirmedError, NotSettledError, is_transient
 from gym_capture_redis.searches import Question, Search
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.wire import user_of
+
+_FROM_WHERE_THE_SLOT_IS = (redis_errors.TryAgainError, NotConfirmedError, NotSettledError)
 
 
 class SlotMap:
@@ -73,7 +75,7 @@ class SlotMap:
             if not isinstance(error, redis_errors.MovedError):
                 return address
             self._slots[error.slot_id] = address
-        elif is_transient(error) and not isinstance(error, redis_errors.TryAgainError):
+        elif is_transient(error) and not isinstance(error, _FROM_WHERE_THE_SLOT_IS):
             self._stale = True
         return None
 

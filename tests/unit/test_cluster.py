@@ -10,6 +10,7 @@ from redis.crc import key_slot
 
 from gym_capture_redis import connection
 from gym_capture_redis.cluster import Cluster
+from gym_capture_redis.faults import NotConfirmedError, NotSettledError
 from gym_capture_redis.node import Node
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import SinkSettings
@@ -165,7 +166,14 @@ async def test_a_node_that_fails_makes_the_map_old(cluster: Cluster, nodes: Node
 
 
 @pytest.mark.parametrize(
-    "error", [redis_errors.TryAgainError(), redis_errors.ResponseError("ERR"), ValueError()]
+    "error",
+    [
+        redis_errors.TryAgainError(),
+        NotConfirmedError(),
+        NotSettledError(1.0),
+        redis_errors.ResponseError("ERR"),
+        ValueError(),
+    ],
 )
 async def test_other_errors_say_nothing_of_the_map(cluster: Cluster, nodes: Nodes, error: Exception) -> None:
     node = await ready(cluster, nodes)
