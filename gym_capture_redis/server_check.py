@@ -37,7 +37,7 @@ class ServerFacts:
     """What a server says of itself."""
 
     run_id: str
-    """Which process, and whose writes it has: one that was a replica for a while has those of its primary."""
+    """Which process it is."""
     version: tuple[int, ...]
     aof_enabled: bool
     maxmemory_policy: str
@@ -47,8 +47,8 @@ class ServerFacts:
     """Why nothing can be said yet: the data is being loaded, or the first append-only file written."""
     is_primary: bool = True
     uptime_s: float = 0.0
-    was_promoted: bool = False
-    """Whether it went on with the data of another server."""
+    followed: str = ""
+    """The replication id of the server with whose data it went on when it was promoted last."""
     is_valkey: bool = False
     pauses_fsync: bool = False
     """Whether it leaves out its fsyncs while it rewrites the append-only file."""
@@ -64,7 +64,7 @@ class ServerFacts:
         fields = dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
         version = tuple(int(part) for part in fields.get("redis_version", "0").split(".") if part.isdigit())
         return cls(
-            run_id=":".join(fields[name] for name in ("run_id", "master_replid") if name in fields),
+            run_id=fields.get("run_id", ""),
             version=version,
             aof_enabled=fields.get("aof_enabled") == "1",
             maxmemory_policy=fields.get("maxmemory_policy", ""),
@@ -72,7 +72,7 @@ class ServerFacts:
             still_starting=_still_starting(fields),
             is_primary=fields.get("role") != "slave",
             uptime_s=float(fields.get("uptime_in_seconds", 0)),
-            was_promoted=bool(fields.get("master_replid2", "").strip("0")),
+            followed=replid2 if (replid2 := fields.get("master_replid2", "")).strip("0") else "",
             is_valkey=fields.get("server_name") == "valkey",
             pauses_fsync=config is not None and config.get("no-appendfsync-on-rewrite") == "yes",
             connected_replicas=int(fields.get("connected_slaves", 0)),
@@ -180,7 +180,20 @@ class ServersSeen:
     def __init__(self) -> None:
         self._newest: dict[Hashable, str] = {}
         self._met_at_s: dict[str, float] = {}
-        self._followers: set[str] = set()
+        self._late: set[str] = set()
+        self._followed: dict[str, str] = {}
+
+    def name(self, facts: ServerFacts) -> str:
+        """Name of a process and of whose writes it has: promoted again, it may lack what it had acknowledged.
+
+        A primary takes another replication id when its first replica comes, and forgets whom it followed when
+        it has had no replica for long; it is the same one all the same.
+        """
+        followed = facts.followed or self._followed.get(facts.run_id, "")
+        if not followed:
+            return facts.run_id
+        self._followed[facts.run_id] = followed
+        return f"{facts.run_id}:{followed}"
 
     def meet(self, place: Hashable, facts: ServerFacts, *, settle_s: float) -> float:
         """Note a server that was found at ``place``, and say when it is settled, in ``time.monotonic``.
@@ -188,14 +201,14 @@ class ServersSeen:
         One that was started or promoted a moment ago may lack its newest steps, and the workers that know of
         them need ``settle_s`` to put them back.
         """
-        now_s = time.monotonic()
-        before, self._newest[place] = self._newest.get(place), facts.run_id
-        met_at_s = self._met_at_s.setdefault(facts.run_id, now_s)
+        now_s, name = time.monotonic(), self.name(facts)
+        before, self._newest[place] = self._newest.get(place), name
+        met_at_s = self._met_at_s.setdefault(name, now_s)
         # Its own clock does not count where it ran as a replica, or loaded its data, for a part of the time.
-        if facts.was_promoted or before not in (None, facts.run_id):
-            self._followers.add(facts.run_id)
+        if facts.followed or before not in (None, name):
+            self._late.add(name)
         age_s = now_s - met_at_s
-        return now_s + settle_s - (age_s if facts.run_id in self._followers else max(age_s, facts.uptime_s))
+        return now_s + settle_s - (age_s if name in self._late else max(age_s, facts.uptime_s))
 
     def meet_starting(self, place: Hashable) -> None:
         """Note that the server at ``place`` is still loading its data."""

@@ -40,7 +40,10 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 class Terms(NamedTuple):
-    """How to work with a server that was verified: which process it is, and what it must be asked."""
+    """How to work with a server that was verified, and what it must be asked.
+
+    ``run_id`` tells which process it is, and whose writes it has (``ServersSeen.name``).
+    """
 
     run_id: str
     dialect: Dialect
@@ -95,7 +98,7 @@ def agree(
             logger.warning("%s: %s", server, warning)
     confirming = tuple(confirming_commands(facts, settings))
     settles_at_s = 0.0 if began_empty else _SEEN.meet(place, facts, settle_s=settings.settle_s)
-    return Terms(facts.run_id, Dialect(confirmed=bool(confirming)), confirming, settles_at_s)
+    return Terms(_SEEN.name(facts), Dialect(confirmed=bool(confirming)), confirming, settles_at_s)
 
 
 class Pipeline:

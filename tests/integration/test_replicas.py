@@ -15,6 +15,8 @@ from support.sample_entries import sample_entry
 from support.servers import RealServer
 
 from gym_capture_redis import BackendUnavailableError, DurabilityError, RedisTokenSink, RedisTokenSource
+from gym_capture_redis.connection import Link
+from gym_capture_redis.settings import SinkSettings
 
 PATIENCE_S = 30.0
 NOTHING_IS_FORGOTTEN_S = 0.01
@@ -191,3 +193,33 @@ async def test_a_primary_that_is_demoted_is_left(own_pair: Pair, namespace: str)
             client.execute_command("REPLICAOF", "NO", "ONE")
         _, snapshot = await steps
         assert len(snapshot.entries) == 1
+
+
+async def name_of(server: RealServer, *, namespace: str) -> str:
+    link = Link(SinkSettings.build(server.url, namespace, {}), str(server.socket_path))
+    await link.connect()
+    await link.close()
+    return link.run_id
+
+
+async def test_a_primary_stays_the_one_that_acknowledged_when_its_first_replica_comes(
+    pair: Pair, namespace: str
+) -> None:
+    """It takes another replication id then, under connections that go on."""
+    with RealServer(pair.primary.binary, repl_diskless_sync_delay="0") as primary:
+        before = await name_of(primary, namespace=namespace)
+        with RealServer(pair.primary.binary, replicaof=f"127.0.0.1 {primary.port}"):
+            wait_until(lambda: replicas_of(primary) == ["online"], "it has a replica", timeout_s=PATIENCE_S)
+            assert await name_of(primary, namespace=namespace) == before
+
+
+async def test_a_server_that_was_a_replica_for_a_while_is_another_one(own_pair: Pair, namespace: str) -> None:
+    before = await name_of(own_pair.primary, namespace=namespace)
+    with own_pair.replica.client() as replica, own_pair.primary.client() as primary:
+        replica.execute_command("replicaof", "no", "one")
+        primary.execute_command("replicaof", "127.0.0.1", own_pair.replica.port)
+        wait_until(
+            lambda: replicas_of(own_pair.replica) == ["online"], "it is a replica", timeout_s=PATIENCE_S
+        )
+        primary.execute_command("replicaof", "no", "one")
+    assert await name_of(own_pair.primary, namespace=namespace) != before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -254,6 +255,7 @@ def test_what_is_unsafe_is_warned_of(
 # How long a server may still be getting back what it forgot
 
 SETTLE_S = 5.0
+PRIMARY = "a" * 40
 
 
 class Meetings:
@@ -288,11 +290,11 @@ def test_a_server_grows_older_between_two_connections(meetings: Meetings) -> Non
 @pytest.mark.parametrize("place", ["here", "elsewhere"])
 def test_a_promoted_server_is_young_from_its_first_meeting_on(meetings: Meetings, place: str) -> None:
     assert meetings.left_s(uptime_s=500.0) == 0.0
-    assert meetings.left_s("2", place, uptime_s=500.0, was_promoted=True) == SETTLE_S
+    assert meetings.left_s("2", place, uptime_s=500.0, followed=PRIMARY) == SETTLE_S
     meetings.now_s += 2.0
-    assert meetings.left_s("2", place, uptime_s=502.0, was_promoted=True) == SETTLE_S - 2.0
+    assert meetings.left_s("2", place, uptime_s=502.0, followed=PRIMARY) == SETTLE_S - 2.0
     meetings.now_s += 3.0
-    assert meetings.left_s("2", place, uptime_s=505.0, was_promoted=True) == 0.0
+    assert meetings.left_s("2", place, uptime_s=505.0, followed=PRIMARY) == 0.0
 
 
 def test_a_server_in_the_place_of_another_is_young_however_long_it_ran(meetings: Meetings) -> None:
@@ -307,11 +309,31 @@ def test_the_time_that_it_takes_to_load_its_data_does_not_count(meetings: Meetin
     assert meetings.left_s(uptime_s=60.0) == SETTLE_S
 
 
-@pytest.mark.parametrize(("replid2", "promoted"), [("0" * 40, False), ("0" * 39 + "a", True)])
-def test_age_and_promotion_are_read_from_info(replid2: str, promoted: bool) -> None:
+@pytest.mark.parametrize(("replid2", "followed"), [("0" * 40, ""), (PRIMARY, PRIMARY)])
+def test_age_and_promotion_are_read_from_info(replid2: str, followed: str) -> None:
     info = f"# Server\r\nuptime_in_seconds:17\r\nmaster_replid2:{replid2}\r\n".encode()
     facts = ServerFacts.parse(info, None)
-    assert (facts.uptime_s, facts.was_promoted) == (17.0, promoted)
+    assert (facts.uptime_s, facts.followed) == (17.0, followed)
+
+
+@pytest.mark.parametrize(
+    ("followed", "changes"),
+    [
+        (("", ""), [False]),
+        (("", PRIMARY), [True]),
+        ((PRIMARY, PRIMARY), [False]),
+        ((PRIMARY, "b" * 40), [True]),
+        # Without a replica for an hour it forgets whom it followed, and loses nothing by that.
+        ((PRIMARY, "", PRIMARY), [False, False]),
+        ((PRIMARY, "", "b" * 40), [False, True]),
+    ],
+)
+def test_only_a_promotion_gives_a_process_another_name(
+    followed: tuple[str, ...], changes: list[bool]
+) -> None:
+    seen = ServersSeen()
+    names = [seen.name(ServerFacts(**vars(ABLE) | {"followed": primary})) for primary in followed]
+    assert [name != before for before, name in pairwise(names)] == changes
 
 
 @pytest.mark.parametrize(
