@@ -41,6 +41,7 @@ from gym_capture_redis.protocols import (
 from gym_capture_redis.records import ParentResolutionStatus, TokenEntry
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+from gym_capture_redis.source_factory import token_source_factory
 
 if TYPE_CHECKING:
     from gym_capture_redis.gym.lineage import RedisLineageStore as RedisLineageStore
@@ -83,6 +84,7 @@ __all__ = [
     "register_call_intent",
     "reset_token_sink",
     "set_token_sink",
+    "token_source_factory",
 ]
 
 _GYM_ONLY = {"RedisLineageStore": "gym_capture_redis.gym.lineage"}

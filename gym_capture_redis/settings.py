@@ -99,10 +99,7 @@ class ServerSettings(BaseModel):
             InvalidIdentifierError: a namespace outside the alphabet.
 
         """
-        address = url if url is not None else os.environ.get(URL_VARIABLE) or DEFAULT_URL
-        if not isinstance(address, str):
-            raise ConfigurationError(f"url must be a string, not a {type(address).__name__}")
-        parsed = ServerUrl.parse(address)
+        parsed = ServerUrl.parse(resolved_url(url))
         if settings.get("tls") is not None and parsed.scheme != "tls":
             raise ConfigurationError(
                 "setting 'tls' needs a rediss:// URL; with this one nothing is encrypted"
@@ -110,7 +107,7 @@ class ServerSettings(BaseModel):
         try:
             return cls.model_validate(
                 {
-                    **_plain(settings),
+                    **plain(settings),
                     "url": parsed,
                     "namespace": validate_namespace(namespace),
                 }
@@ -180,10 +177,23 @@ class LineageSettings(ServerSettings):
     """Tokens that Gym itself keeps, of parents whose children hold only what they add (``delta_records``)."""
 
 
-def _plain(value: Any) -> Any:
-    """Mappings and sequences of any class (OmegaConf's, for one) as dicts and lists, for pydantic."""
+def resolved_url(url: str | None) -> str:
+    """``url``, or for None the one that this process's environment names.
+
+    Raises:
+        ConfigurationError: it is no string.
+
+    """
+    address = url if url is not None else os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    if not isinstance(address, str):
+        raise ConfigurationError(f"url must be a string, not a {type(address).__name__}")
+    return address
+
+
+def plain(value: Any) -> Any:
+    """Mappings and sequences of any class (OmegaConf's, for one) as dicts and lists."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -8,6 +8,7 @@ from typing import Any
 
 from gym_capture_redis import gym_compat, scripts
 from gym_capture_redis.codec import EntryType
+from gym_capture_redis.empty_rollouts import EmptyRollouts
 from gym_capture_redis.endpoint import Endpoint
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget
@@ -57,6 +58,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         self._entry_type: EntryType = (
             entry_type or gym_compat.gym_attribute("records", "TokenEntry") or TokenEntry
         )
+        self._empty_rollouts = EmptyRollouts(repr(self))
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Fence the rollout and return one atomic snapshot; no put of anything new succeeds afterwards.
@@ -108,13 +110,20 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         reader = self._reader(arrays=arrays)
 
         async def freeze(rollout_id: str, room: Room) -> TokenCaptureSnapshot:
-            return await reader.freeze(self._key(rollout_id), rollout_id, room)
+            return await self._read(reader, rollout_id, room)
 
         budget = ByteBudget(max_inflight_bytes)
         return ManyRollouts(ids, freeze, budget, self._settings.chunk_bytes).outcomes()
 
     async def _freeze(self, rollout_id: str, *, arrays: bool) -> TokenCaptureSnapshot:
-        return await self._reader(arrays=arrays).freeze(self._key(rollout_id), rollout_id)
+        return await self._read(self._reader(arrays=arrays), rollout_id)
+
+    async def _read(
+        self, reader: RolloutReader, rollout_id: str, room: Room | None = None
+    ) -> TokenCaptureSnapshot:
+        snapshot = await reader.freeze(self._key(rollout_id), rollout_id, room)
+        self._empty_rollouts.note(snapshot)
+        return snapshot
 
     def _reader(self, *, arrays: bool) -> RolloutReader:
         return RolloutReader(self._executors.get(), self._settings, self._entry_type, arrays=arrays)
