@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from gym_capture_redis.keys import validate_call_id, validate_namespace, validate_rollout_id
-from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.settings import ServerSettings
 
 LINE_FORMAT = 1
 """The newest format of a line that this version reads and writes."""
@@ -32,7 +32,7 @@ class Target(NamedTuple):
     namespace: str
 
     @classmethod
-    def of(cls, settings: ConnectionSettings) -> Target:
+    def of(cls, settings: ServerSettings) -> Target:
         """Where a client with these settings works."""
         return cls(str(settings.url), settings.url.db, settings.namespace)
 

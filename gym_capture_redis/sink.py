@@ -6,6 +6,7 @@ import asyncio
 import logging
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from gym_capture_redis import codec, scripts, taking
 from gym_capture_redis.attempts import AttemptMemory
@@ -22,6 +23,13 @@ from gym_capture_redis.spill import Spill, log_lost
 from gym_capture_redis.subject import Subject
 
 logger = logging.getLogger(__name__)
+
+_SINKS: WeakSet[RedisTokenSink] = WeakSet()
+
+
+def sinks_of_process() -> list[RedisTokenSink]:
+    """All sinks there are in this process now."""
+    return list(_SINKS)
 
 
 class RedisTokenSink(Endpoint[SinkSettings]):
@@ -49,6 +57,12 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         self._target = Target.of(self._settings)
         self._spill = Spill(self._settings.spill_dir) if self._settings.spill_dir else None
         self._replays: dict[asyncio.AbstractEventLoop, Replay] = {}
+        _SINKS.add(self)
+
+    @property
+    def target(self) -> Target:
+        """Where its records go."""
+        return self._target
 
     async def put(self, entry: Any) -> None:
         """Store the record of one model call; on return it is durable and visible to every reader.

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
@@ -24,6 +25,7 @@ from support.sequences import random_ids
 from support.servers import RealServer
 
 from gym_capture_redis import RedisLineageStore, RedisTokenSink, RedisTokenSource, gym_compat, scripts
+from gym_capture_redis import sink as sink_module
 from gym_capture_redis.errors import (
     BackendUnavailableError,
     ConfigurationError,
@@ -121,6 +123,47 @@ async def assert_parent(store: Any, turn: Turn, items: Any = None) -> None:
 
 async def status_of(store: Any, rollout: str, items: Any) -> str:
     return str((await store.resolve(rollout, items)).status.value)
+
+
+# Whether it looks where sinks write
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record.getMessage() for record in caplog.records]
+    return [message for message in told if "no sink of this process writes" in message]
+
+
+@pytest.fixture
+def no_other_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "_SINKS", WeakSet())
+
+
+@pytest.mark.usefixtures("no_other_sinks")
+@pytest.mark.parametrize("differs", ["namespace", "database"])
+async def test_a_store_that_looks_where_no_sink_writes_says_so_once(
+    valkey9: RealServer, namespace: str, caplog: pytest.LogCaptureFixture, differs: str
+) -> None:
+    url = valkey9.tcp_url if differs == "namespace" else valkey9.tcp_url.removesuffix("0") + "1"
+    run = Run(valkey9.tcp_url, namespace)
+    other = RedisLineageStore(url, namespace="other" if differs == "namespace" else namespace)
+    for rollout in ("r1", "r2"):
+        await other.resolve(rollout, [user("hello"), {"role": "assistant", "content": "hi"}])
+    await other.close()
+    await run.close()
+    (warning,) = warnings_of(caplog)
+    assert namespace in warning
+
+
+@pytest.mark.usefixtures("no_other_sinks")
+async def test_a_store_beside_its_sink_or_without_any_says_nothing(
+    valkey9: RealServer, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(valkey9.url, namespace)
+    for store in (run.store(), RedisLineageStore(valkey9.url, namespace=namespace)):
+        await store.resolve("r", [user("hello")])
+        await store.close()
+    await run.close()
+    assert not warnings_of(caplog)
 
 
 # What is found
