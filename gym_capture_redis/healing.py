@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -146,24 +147,25 @@ class Healer:
         self, send: Send, run_id: str, owns: Owns, lost_by: Collection[str] | None, lost: set[str]
     ) -> None:
         """Compare how far rollouts were with what this server has of them."""
-        calls = [
-            (
-                scripts.verify(
-                    key,
-                    new_incarnation=new_name(),
-                    incarnation=position.incarnation,
-                    seq=position.seq,
-                ),
-                Subject(rollout_id),
-            )
-            for rollout_id, position in self._attempts.on_others(run_id)
-            if (lost_by is None or position.run_id in lost_by)
-            and self._may_be_lost(position.run_id, position.at_s)
-            and owns(key := rollout_key(self._namespace, rollout_id))
-        ]
-        for start in range(0, len(calls), _VERIFIED_AT_ONCE):
-            batch = calls[start : start + _VERIFIED_AT_ONCE]
-            for (_, subject), reply in zip(batch, await _sent(send, batch), strict=True):
+        positions = self._attempts.on_others(run_id)
+        for start in range(0, len(positions), _VERIFIED_AT_ONCE):
+            await asyncio.sleep(0)  # there may be very many, and nothing to be sent about them
+            calls = [
+                (
+                    scripts.verify(
+                        key,
+                        new_incarnation=new_name(),
+                        incarnation=position.incarnation,
+                        seq=position.seq,
+                    ),
+                    Subject(rollout_id),
+                )
+                for rollout_id, position in positions[start : start + _VERIFIED_AT_ONCE]
+                if (lost_by is None or position.run_id in lost_by)
+                and self._may_be_lost(position.run_id, position.at_s)
+                and owns(key := rollout_key(self._namespace, rollout_id))
+            ]
+            for (_, subject), reply in zip(calls, await _sent(send, calls), strict=True):
                 if isinstance(reply, Exception):
                     continue  # unreadable, which every reader is told
                 if reply.code == "LOST":

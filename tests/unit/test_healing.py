@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -207,6 +208,29 @@ async def test_verifying_goes_in_batches(worker: Worker, monkeypatch: pytest.Mon
     worker.healer.recent.take(OLD, max_steps=9, max_bytes=2**20)
     await worker.heal()
     assert [len(batch) for batch in worker.sent] == [2, 2, 1]
+
+
+async def test_looking_through_very_many_rollouts_leaves_others_their_turns(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where none of them has to be verified, and nothing is sent."""
+    monkeypatch.setattr(healing, "_VERIFIED_AT_ONCE", 2)
+    for number in range(10):
+        worker.did(1, f"r{number}")
+    worker.healer.recent.take(OLD, max_steps=99, max_bytes=2**20)
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(take_turns())
+    await worker.heal(owns=lambda _: False)
+    other.cancel()
+    assert not worker.sent
+    assert turns >= 5
 
 
 async def test_a_put_that_waits_too_long_for_others_becomes_a_mark(
