@@ -36,15 +36,25 @@ class AttemptMemory:
 
     def __init__(self) -> None:
         self._announced: OrderedDict[tuple[str, str], Reply] = OrderedDict()
+        self._joined: OrderedDict[str, str] = OrderedDict()
         self._positions: OrderedDict[str, Position] = OrderedDict()
 
     def announce(self, rollout_id: str, model_call_id: str, reply: Reply) -> None:
         """The call was announced, and ``reply`` says to which attempt."""
         _store(self._announced, (rollout_id, model_call_id), reply)
+        self.join(rollout_id, reply)
 
     def announcement(self, rollout_id: str, model_call_id: str) -> Reply | None:
         """What announcing this call was answered, if it was announced here."""
         return self._announced.get((rollout_id, model_call_id))
+
+    def join(self, rollout_id: str, reply: Reply) -> None:
+        """By ``reply`` the rollout is there, and will stay."""
+        _store(self._joined, rollout_id, reply.incarnation)
+
+    def joined(self, rollout_id: str) -> str:
+        """The attempt that was there when a call was last announced or put here; empty if none was."""
+        return self._joined.get(rollout_id, "")
 
     def has_moved_on(self, rollout_id: str, announced: Reply) -> bool:
         """Whether this process has spoken to a later attempt of the rollout than the announced one."""

@@ -88,15 +88,15 @@ class RedisTokenSink(Endpoint[SinkSettings]):
                 taken = _taken_again(entry, subject)
             encoded = await self._encode(executor, taken, subject, deadline)
             held.grow(len(encoded.record))
-            attempt = self._announcement(subject)
-            if attempt is None:
-                join = scripts.join(key, new_incarnation=new_name())
-                attempt = await executor.run(join, subject, deadline=deadline)
-                self._blocks.learn(rollout_id, attempt.incarnation, scripts.chain_ends(attempt))
-            reply = await self._put(executor, key, encoded, attempt.incarnation, subject, deadline)
+            announced = self._announcement(subject)
+            attempt = announced.incarnation if announced else self._attempts.joined(rollout_id)
+            reply = await self._put(executor, key, encoded, attempt, subject, deadline) if attempt else None
+            if reply is None or (announced is None and _is_of_another_attempt(reply, attempt)):
+                attempt = await self._join(executor, key, subject, deadline)
+                reply = await self._put(executor, key, encoded, attempt, subject, deadline)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
-        self._blocks.remember(rollout_id, attempt.incarnation, encoded.sequence)
+        self._blocks.remember(rollout_id, attempt, encoded.sequence)
         await self._mark_if_lost(executor, subject, reply, deadline)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
@@ -259,6 +259,13 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             return encode()
         return await executor.offload(encode, subject, deadline=deadline)
 
+    async def _join(self, executor: Executor, key: bytes, subject: Subject, deadline: float) -> str:
+        """The attempt that there is now, for a record that nobody announced here."""
+        reply = await executor.run(scripts.join(key, new_incarnation=new_name()), subject, deadline=deadline)
+        self._blocks.learn(subject.rollout_id, reply.incarnation, scripts.chain_ends(reply))
+        self._attempts.join(subject.rollout_id, reply)
+        return reply.incarnation
+
     async def _put(
         self,
         executor: Executor,
@@ -274,7 +281,9 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             first_block = self._blocks.first_unknown(rollout_id, incarnation, sequence)
             unknown_parts = self._blocks.unknown(rollout_id, incarnation, encoded.parts)
             if unknown_parts:
-                await self._stage(executor, key, unknown_parts, incarnation, subject, deadline)
+                refusal = await self._stage(executor, key, unknown_parts, incarnation, subject, deadline)
+                if refusal is not None:
+                    return refusal
             call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code != "MISSING":
@@ -289,8 +298,8 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         incarnation: str,
         subject: Subject,
         deadline: float,
-    ) -> None:
-        """Send parts of a record ahead of it."""
+    ) -> scripts.Reply | None:
+        """Send parts of a record ahead of it. Returns a refusal, if there is one."""
         replies = await asyncio.gather(
             *(
                 executor.run(
@@ -304,8 +313,9 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             if isinstance(reply, BaseException):
                 raise reply
             if reply.code not in ("OK", "SAME"):
-                raise_refusal(reply, subject)
+                return reply
         self._blocks.learn(subject.rollout_id, incarnation, [name for name, _ in parts])
+        return None
 
     def _address(
         self, rollout_id: str, model_call_id: str, *, allow_empty: bool = False
@@ -317,6 +327,11 @@ class RedisTokenSink(Endpoint[SinkSettings]):
     def _announcement(self, subject: Subject) -> scripts.Reply | None:
         """What ``begin_call`` was answered for this call in this process, if it was made here."""
         return self._attempts.announcement(subject.rollout_id, subject.model_call_id or "")
+
+
+def _is_of_another_attempt(reply: scripts.Reply, incarnation: str) -> bool:
+    """Whether a step was refused because the rollout is not, or no more, the attempt it was meant for."""
+    return reply.code == "RETIRED" and reply.incarnation != incarnation
 
 
 def _taken_again(entry: Any, subject: Subject) -> taking.TakenEntry:

@@ -87,6 +87,11 @@ def make_sink(url: str, directory: Path | None, **settings: Any) -> RedisTokenSi
     return RedisTokenSink(url, spill_dir=directory, **DEFAULTS | settings)
 
 
+def lose_patience(sink: RedisTokenSink) -> None:
+    """From now on its calls end soon; what came before may take as long as a busy machine takes."""
+    sink._executors.get()._timeout_s = AWAY_S
+
+
 async def freeze(url: str, rollout: str = "r", namespace: str = "run") -> TokenCaptureSnapshot:
     async with RedisTokenSource(url, namespace=namespace, timeout_s=PATIENCE_S) as source:
         return await source.freeze(rollout)
@@ -109,6 +114,7 @@ async def test_a_mark_that_met_no_server_is_made_by_the_same_sink_when_it_is_bac
     async with make_sink(server.url, directory, timeout_s=PATIENCE_S) as sink:
         await sink.begin_call("r", "first")
         await sink.put(sample_entry("r", "first"))
+    server.wait_until_written()
     server.kill()
     async with make_sink(server.url, directory) as sink:
         await sink.mark_incomplete("r", "lost")
@@ -137,8 +143,9 @@ async def test_a_mark_of_a_killed_process_is_made_by_the_next_one(
 async def test_a_mark_that_the_server_made_unseen_moves_the_version_once(
     server: RealServer, directory: Path
 ) -> None:
-    async with make_sink(server.url, directory) as sink:
+    async with make_sink(server.url, directory, timeout_s=PATIENCE_S) as sink:
         await sink.begin_call("r", "lost")
+        lose_patience(sink)
         server.pause()
         try:
             await sink.mark_incomplete("r", "lost")  # it is in the server's socket as well
@@ -152,9 +159,10 @@ async def test_a_mark_that_the_server_made_unseen_moves_the_version_once(
 
 async def test_a_mark_after_the_freeze_moves_the_version_once(gate: Gate, directory: Path) -> None:
     rollout = uuid.uuid4().hex
-    async with make_sink(gate.url, directory) as sink:
+    async with make_sink(gate.url, directory, timeout_s=PATIENCE_S) as sink:
         await sink.mark_incomplete(rollout, "lost")
         before = await freeze(gate.url, rollout)
+        lose_patience(sink)
         gate.shut()
         await sink.mark_incomplete(rollout, "lost")
         gate.open()
@@ -247,10 +255,11 @@ async def test_a_rollout_retired_meanwhile_is_noted_and_not_touched(
     rollout = uuid.uuid4().hex
     caplog.set_level(logging.INFO)
     async with (
-        make_sink(gate.url, directory) as sink,
+        make_sink(gate.url, directory, timeout_s=PATIENCE_S) as sink,
         RedisTokenSource(valkey9.url, namespace="run") as source,
     ):
         await sink.begin_call(rollout, "lost")
+        lose_patience(sink)
         gate.shut()
         await sink.mark_incomplete(rollout, "lost")
         await source.retire([rollout])
@@ -267,11 +276,12 @@ async def test_an_id_used_again_is_noted_and_not_touched(
     rollout = uuid.uuid4().hex
     caplog.set_level(logging.INFO)
     async with (
-        make_sink(gate.url, directory) as sink,
+        make_sink(gate.url, directory, timeout_s=PATIENCE_S) as sink,
         RedisTokenSink(valkey9.url, namespace="run") as other,
         RedisTokenSource(valkey9.url, namespace="run") as source,
     ):
         await sink.begin_call(rollout, "lost")
+        lose_patience(sink)
         gate.shut()
         await sink.mark_incomplete(rollout, "lost")
         await source.delete([rollout])
@@ -287,8 +297,9 @@ async def test_an_id_used_again_is_noted_and_not_touched(
 async def test_a_server_that_forgot_the_attempt_is_told_of_the_lost_call_all_the_same(
     server: RealServer, directory: Path
 ) -> None:
-    async with make_sink(server.url, directory) as sink:
+    async with make_sink(server.url, directory, timeout_s=PATIENCE_S) as sink:
         await sink.begin_call("r", "lost")
+        lose_patience(sink)
         server.kill()
         await sink.mark_incomplete("r", "lost")
     for file in (server.directory / "appendonlydir").iterdir():
@@ -304,13 +315,14 @@ async def test_a_server_that_forgot_the_attempt_is_told_of_the_lost_call_all_the
 async def test_a_worker_that_went_on_to_the_next_attempt_marks_that_one(gate: Gate, directory: Path) -> None:
     rollout = uuid.uuid4().hex
     async with (
-        make_sink(gate.url, directory, timeout_s=1.0) as sink,
+        make_sink(gate.url, directory, timeout_s=PATIENCE_S) as sink,
         RedisTokenSource(gate.url, namespace="run") as source,
     ):
         await sink.begin_call(rollout, "lost")
         await source.delete([rollout])
         await sink.begin_call(rollout, "kept")
         await sink.put(sample_entry(rollout, "kept"))
+        lose_patience(sink)
         gate.shut()
         await sink.mark_incomplete(rollout, "lost")
         gate.open()
