@@ -69,12 +69,13 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         taken = taking.take(entry)
         rollout_id, model_call_id = taken.subject()
         key, subject = self._address(rollout_id, model_call_id)
+        # Of now: while the put waits, the same call may be announced again, to the next attempt.
+        attempt = self._announcement(subject)
         with await executor.room(taken.nbytes, subject, deadline=deadline) as held:
             if held.waited:
                 taken = _taken_again(entry, subject)
             encoded = await self._encode(executor, taken, subject, deadline)
             held.grow(len(encoded.record))
-            attempt = self._announcement(subject)
             if attempt is None:
                 join = scripts.join(key, new_incarnation=new_name())
                 attempt = await executor.run(join, subject, deadline=deadline)
