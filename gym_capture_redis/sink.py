@@ -14,7 +14,16 @@ from gym_capture_redis.endpoint import Endpoint, raise_refusal
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.healing import Healer
-from gym_capture_redis.keys import new_mark_id, new_name, validate_call_id, validate_refusal_code
+from gym_capture_redis.keys import (
+    FAILURE,
+    INTENT,
+    RECORD,
+    REFUSAL,
+    new_mark_id,
+    new_name,
+    validate_call_id,
+    validate_refusal_code,
+)
 from gym_capture_redis.marks import Mark, Target
 from gym_capture_redis.replay import Replay, keep, make_mark, new_mark
 from gym_capture_redis.settings import SinkSettings
@@ -84,7 +93,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
         self._blocks.remember(rollout_id, attempt.incarnation, encoded.sequence)
-        await self._mark_if_lost(executor, subject, reply, deadline)
+        await self._note(executor, subject, reply, RECORD, deadline)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a model call, durably, before it is sent to the engine.
@@ -106,7 +115,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             raise_refusal(reply, subject)
         self._blocks.learn(rollout_id, reply.incarnation, scripts.chain_ends(reply))
         self._attempts.announce(rollout_id, model_call_id, reply)
-        await self._mark_if_lost(executor, subject, reply, deadline)
+        await self._note(executor, subject, reply, INTENT, deadline)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         """Record, durably, that the rollout lost a call; works after freeze and at the memory limit.
@@ -138,7 +147,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             raise
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
-        self._attempts.note(rollout_id, reply)
+        self._attempts.note(rollout_id, reply, FAILURE + model_call_id.encode())
 
     async def record_engine_refusal(
         self, rollout_id: str, *, model_call_id: str, code: str, **details: Any
@@ -171,7 +180,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         reply = await executor.run(call, subject, deadline=deadline, urgent=True)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
-        await self._mark_if_lost(executor, subject, reply, deadline)
+        await self._note(executor, subject, reply, REFUSAL, deadline)
 
     async def close(self) -> None:
         """Release the connections of the running event loop. Idempotent.
@@ -212,10 +221,13 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         )
         return True
 
-    async def _mark_if_lost(
-        self, executor: Executor, subject: Subject, reply: scripts.Reply, deadline: float
+    async def _note(
+        self, executor: Executor, subject: Subject, reply: scripts.Reply, kind: bytes, deadline: float
     ) -> None:
-        """Mark the rollout if the server came back without steps that it had acknowledged to this sink."""
+        """Remember how far the rollout is, and mark it if the server lacks steps that were acknowledged here.
+
+        ``kind`` is how the trace of the step begins.
+        """
         if self._attempts.has_lost(subject.rollout_id, reply):
             logger.error(
                 "Rollout %s: another Redis server answers than before, and lacks steps that were "
@@ -231,7 +243,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
                 mark_id=new_mark_id(),
             )
             await executor.run(call, subject, deadline=deadline, urgent=True)
-        self._attempts.note(subject.rollout_id, reply)
+        self._attempts.note(subject.rollout_id, reply, kind + (subject.model_call_id or "").encode())
 
     async def _encode(
         self, executor: Executor, taken: taking.TakenEntry, subject: Subject, deadline: float
