@@ -23,12 +23,18 @@ V = TypeVar("V")
 
 
 class Position(NamedTuple):
-    """How far a rollout was when a server last answered, and which server that was."""
+    """How far a rollout was when a server last answered, and which server that was.
+
+    ``own_seq`` and ``own_trace`` tell of the newest step of this sink: where another step has its number, a
+    server has lost it.
+    """
 
     incarnation: str
     seq: int
     run_id: str
     at_s: float
+    own_seq: int = 0
+    own_trace: bytes = b""
 
 
 class AttemptMemory:
@@ -81,18 +87,21 @@ class AttemptMemory:
         """The rollouts of which another server than this one was the last to answer."""
         return [item for item in list(self._positions.items()) if item[1].run_id != run_id]
 
-    def note(self, rollout_id: str, reply: Reply) -> None:
-        """Remember how far the rollout was by ``reply``."""
-        now = Position(reply.incarnation, reply.seq, reply.run_id, time.monotonic())
+    def note(self, rollout_id: str, reply: Reply, trace: bytes = b"") -> None:
+        """Remember how far the rollout was by ``reply``, and which trace the step left if it was accepted."""
+        own = (reply.seq, trace) if trace and reply.code == "OK" else (0, b"")
+        seq = reply.seq
         before = self._positions.get(rollout_id)
         # Replies to concurrent calls come in any order: an older one must not lower what was acknowledged.
-        if (
-            before
-            and (before.incarnation, before.run_id) == (now.incarnation, now.run_id)
-            and now.seq < before.seq
-        ):
-            return
-        _store(self._positions, rollout_id, now)
+        if before and before.incarnation == reply.incarnation:
+            own = max(own, (before.own_seq, before.own_trace))
+            if before.run_id == reply.run_id:
+                seq = max(seq, before.seq)
+        _store(
+            self._positions,
+            rollout_id,
+            Position(reply.incarnation, seq, reply.run_id, time.monotonic(), *own),
+        )
 
 
 def _store(kept: OrderedDict[K, V], key: K, value: V) -> None:

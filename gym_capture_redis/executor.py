@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -66,7 +67,7 @@ class Executor:
         """
         by_source, redirected, backoff = False, None, Backoff()
         while True:
-            node = None
+            node, asked_at_s = None, time.monotonic()
             try:
                 node = redirected or self._topology.node_of(call.key) or await self._find(call.key, deadline)
                 reply = node.submit(
@@ -85,16 +86,17 @@ class Executor:
                 pause_s, call = backoff.after(error), again(call)
             else:
                 if self._healer is not None:
-                    self._note(self._healer, call, subject, answer)
+                    self._note(self._healer, call, subject, answer, asked_at_s)
                 return answer
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
                 raise self._failures.no_answer(subject, backoff.last)
             await asyncio.sleep(min(pause_s, left_s))
 
-    def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply) -> None:
+    def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply, asked_at_s: float) -> None:
         """Keep what the server might forget, and watch it for as long as that may be."""
-        if healer.recent.note(call, subject, reply) and self._watcher is None and not self._closed:
+        kept = healer.recent.note(call, subject, reply, asked_at_s=asked_at_s)
+        if kept and self._watcher is None and not self._closed:
             self._watcher = asyncio.get_running_loop().create_task(
                 self._watch(healer), name="gym-capture-redis watcher"
             )

@@ -157,6 +157,8 @@ class Healer:
                         new_incarnation=new_name(),
                         incarnation=position.incarnation,
                         seq=position.seq,
+                        own_seq=position.own_seq,
+                        own_trace=position.own_trace,
                     ),
                     Subject(rollout_id),
                 )

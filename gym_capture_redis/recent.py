@@ -1,11 +1,12 @@
 """The newest steps that servers acknowledged to a sink, kept until they cannot be forgotten any more. No I/O.
 
-A step is let go when the server that acknowledged it has answered anything ``settle_s`` later: while the
-server is away nothing gets older.
+A step is let go when the server that acknowledged it has answered anything that it was asked ``settle_s``
+later: while the server is away nothing gets older, nor while a reply waits to be read.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -34,105 +35,123 @@ class RecentStep(NamedTuple):
 
 
 class _Server:
-    """What one server process acknowledged, oldest first, and when it last answered."""
+    """What one server process acknowledged, oldest first, and when it was asked what it answered last."""
 
     def __init__(self) -> None:
         self.steps: deque[RecentStep] = deque()
         self.alive_at_s = 0.0
 
 
+class _Contents:
+    """What one process keeps."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.servers: dict[str, _Server] = {}
+        self.nbytes = 0
+
+    def server(self, run_id: str) -> _Server:
+        return self.servers.setdefault(run_id, _Server())
+
+    def keep(self, server: _Server, step: RecentStep, max_bytes: int) -> None:
+        """Keep a step; the oldest of all servers make room for it."""
+        server.steps.append(step)
+        self.nbytes += step.nbytes
+        while self.nbytes > max_bytes:
+            kept = [other.steps for other in self.servers.values() if other.steps]
+            oldest = kept[0] if len(kept) == 1 else min(kept, key=lambda steps: steps[0].at_s)
+            self.nbytes -= oldest.popleft().nbytes
+
+
 class RecentSteps:
-    """Steps by the run id of the server that acknowledged them. Threads may share it."""
+    """Steps by the run id of the server that acknowledged them. Threads may share it; empty after a fork."""
 
     def __init__(self, *, max_bytes: int, settle_s: float) -> None:
         self._max_bytes = max_bytes
         self._settle_s = settle_s
-        self._servers: dict[str, _Server] = {}
-        self._nbytes = 0
-        self._lock = threading.Lock()
+        self._own = _Contents()
 
     @property
     def nbytes(self) -> int:
         """About how much memory the steps take."""
-        return self._nbytes
+        return self._contents().nbytes
 
-    def note(self, call: Call, subject: Subject, reply: Reply) -> bool:
+    def note(self, call: Call, subject: Subject, reply: Reply, *, asked_at_s: float) -> bool:
         """A server has answered a step: let go what is old enough, and keep this one if it can be lost.
 
-        Returns whether anything is kept.
+        It was alive when it was asked (``time.monotonic``); its reply may have waited since. Returns whether
+        anything is kept.
         """
-        now_s = time.monotonic()
-        with self._lock:
-            server = self._alive(reply.run_id, now_s)
+        contents = self._contents()
+        with contents.lock:
+            server = contents.server(reply.run_id)
+            server.alive_at_s = max(server.alive_at_s, asked_at_s)
             steps = server.steps
-            while steps and steps[0].at_s < now_s - self._settle_s:
-                self._nbytes -= steps.popleft().nbytes
+            while steps and steps[0].at_s < asked_at_s - self._settle_s:
+                contents.nbytes -= steps.popleft().nbytes
             # SAME answers a repeat: its first reply was lost, or it is settled by another step.
             # What puts a step back is no step of its own: the healer keeps that one on.
             if reply.code in ("OK", "SAME") and call.step in CAN_BE_LOST and not call.healing:
                 seq = reply.seq if reply.code == "OK" else 0
                 nbytes = call.nbytes + STEP_BYTES
-                self._keep(server, RecentStep(call, subject, reply.incarnation, seq, now_s, nbytes))
+                step = RecentStep(call, subject, reply.incarnation, seq, time.monotonic(), nbytes)
+                contents.keep(server, step, self._max_bytes)
             return bool(steps)
 
     def keep(self, step: RecentStep, run_id: str) -> None:
         """Keep a step that was put back: this server has acknowledged it now."""
-        now_s = time.monotonic()
-        with self._lock:
-            self._keep(self._alive(run_id, now_s), step._replace(at_s=now_s))
+        self.give_back(run_id, [step._replace(at_s=time.monotonic())])
 
     def others(self, run_id: str) -> list[str]:
         """Run ids of other servers than this one whose steps are kept."""
-        with self._lock:
-            return [other for other, server in self._servers.items() if other != run_id and server.steps]
+        contents = self._contents()
+        with contents.lock:
+            return [other for other, server in contents.servers.items() if other != run_id and server.steps]
 
     def newest(self) -> list[tuple[str, RecentStep]]:
         """The newest step of each server, with its run id."""
-        with self._lock:
-            return [(run_id, server.steps[-1]) for run_id, server in self._servers.items() if server.steps]
+        contents = self._contents()
+        with contents.lock:
+            return [(run_id, server.steps[-1]) for run_id, server in contents.servers.items() if server.steps]
 
     def count(self, run_id: str) -> int:
         """How many steps of this server are kept."""
-        with self._lock:
-            server = self._servers.get(run_id)
+        contents = self._contents()
+        with contents.lock:
+            server = contents.servers.get(run_id)
             return len(server.steps) if server is not None else 0
 
     def take(self, run_id: str, *, max_steps: int, max_bytes: int) -> list[RecentStep]:
         """Take the oldest steps of a server out, within these bounds but at least one if there is any."""
         taken: list[RecentStep] = []
         nbytes = 0
-        with self._lock:
-            server = self._servers.get(run_id)
+        contents = self._contents()
+        with contents.lock:
+            server = contents.servers.get(run_id)
             while server is not None and server.steps and len(taken) < max_steps and nbytes < max_bytes:
                 step = server.steps.popleft()
                 taken.append(step)
                 nbytes += step.nbytes
-                self._nbytes -= step.nbytes
+                contents.nbytes -= step.nbytes
         return taken
 
     def give_back(self, run_id: str, steps: Iterable[RecentStep]) -> None:
         """Keep steps that were taken and could not be put back, behind the others."""
-        with self._lock:
+        contents = self._contents()
+        with contents.lock:
             for step in steps:
-                self._keep(self._servers.setdefault(run_id, _Server()), step)
+                contents.keep(contents.server(run_id), step, self._max_bytes)
 
     def alive_at_s(self, run_id: str) -> float | None:
-        """When this server last answered. None if that is not known any more."""
-        with self._lock:
-            server = self._servers.get(run_id)
+        """When this server was last asked what it has answered. None if that is not known any more."""
+        contents = self._contents()
+        with contents.lock:
+            server = contents.servers.get(run_id)
             return server.alive_at_s if server is not None else None
 
-    def _alive(self, run_id: str, now_s: float) -> _Server:
-        server = self._servers.get(run_id)
-        if server is None:
-            server = self._servers[run_id] = _Server()
-        server.alive_at_s = now_s
-        return server
-
-    def _keep(self, server: _Server, step: RecentStep) -> None:
-        server.steps.append(step)
-        self._nbytes += step.nbytes
-        while self._nbytes > self._max_bytes:
-            kept = [other.steps for other in self._servers.values() if other.steps]
-            oldest = kept[0] if len(kept) == 1 else min(kept, key=lambda steps: steps[0].at_s)
-            self._nbytes -= oldest.popleft().nbytes
+    def _contents(self) -> _Contents:
+        # After a fork the lock may be held by a thread of the parent; its steps are its own to put back.
+        if self._own.pid != os.getpid():
+            self._own = _Contents()
+        return self._own

@@ -415,9 +415,11 @@ def delete(key: bytes, *, incarnation: str) -> Call:
     return Call(Step.DELETE, key, (incarnation,))
 
 
-def verify(key: bytes, *, new_incarnation: str, incarnation: str, seq: int) -> Call:
+def verify(
+    key: bytes, *, new_incarnation: str, incarnation: str, seq: int, own_seq: int = 0, own_trace: bytes = b""
+) -> Call:
     """``lua/verify.lua``."""
-    return Call(Step.VERIFY, key, (new_incarnation, incarnation, seq))
+    return Call(Step.VERIFY, key, (new_incarnation, incarnation, seq, own_seq, own_trace))
 
 
 def heal(call: Call, *, seq: int, incarnation: str, new_incarnation: str) -> Call:

@@ -15,7 +15,16 @@ from gym_capture_redis.endpoint import Endpoint, raise_refusal
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.healing import Healer
-from gym_capture_redis.keys import new_mark_id, new_name, validate_call_id, validate_refusal_code
+from gym_capture_redis.keys import (
+    FAILURE,
+    INTENT,
+    RECORD,
+    REFUSAL,
+    new_mark_id,
+    new_name,
+    validate_call_id,
+    validate_refusal_code,
+)
 from gym_capture_redis.marks import Mark, Target
 from gym_capture_redis.replay import Replay, keep, make_mark, new_mark
 from gym_capture_redis.settings import SinkSettings
@@ -83,12 +92,13 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         taken = taking.take(entry)
         rollout_id, model_call_id = taken.subject()
         key, subject = self._address(rollout_id, model_call_id)
+        # Of now: while the put waits, the same call may be announced again, to the next attempt.
+        announced = self._announcement(subject)
         with await executor.room(taken.nbytes, subject, deadline=deadline) as held:
             if held.waited:
                 taken = _taken_again(entry, subject)
             encoded = await self._encode(executor, taken, subject, deadline)
             held.grow(len(encoded.record))
-            announced = self._announcement(subject)
             attempt = announced.incarnation if announced else self._attempts.joined(rollout_id)
             reply = await self._put(executor, key, encoded, attempt, subject, deadline) if attempt else None
             if reply is None or (announced is None and _is_of_another_attempt(reply, attempt)):
@@ -97,7 +107,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
         self._blocks.remember(rollout_id, attempt, encoded.sequence)
-        await self._mark_if_lost(executor, subject, reply, deadline)
+        await self._note(executor, subject, reply, RECORD, deadline)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Announce a model call, durably, before it is sent to the engine.
@@ -119,7 +129,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             raise_refusal(reply, subject)
         self._blocks.learn(rollout_id, reply.incarnation, scripts.chain_ends(reply))
         self._attempts.announce(rollout_id, model_call_id, reply)
-        await self._mark_if_lost(executor, subject, reply, deadline)
+        await self._note(executor, subject, reply, INTENT, deadline)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         """Record, durably, that the rollout lost a call; works after freeze and at the memory limit.
@@ -151,7 +161,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             raise
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
-        self._attempts.note(rollout_id, reply)
+        self._attempts.note(rollout_id, reply, FAILURE + model_call_id.encode())
 
     async def record_engine_refusal(
         self, rollout_id: str, *, model_call_id: str, code: str, **details: Any
@@ -184,7 +194,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         reply = await executor.run(call, subject, deadline=deadline, urgent=True)
         if reply.code not in ("OK", "SAME"):
             raise_refusal(reply, subject)
-        await self._mark_if_lost(executor, subject, reply, deadline)
+        await self._note(executor, subject, reply, REFUSAL, deadline)
 
     async def close(self) -> None:
         """Release the connections of the running event loop. Idempotent.
@@ -225,10 +235,13 @@ class RedisTokenSink(Endpoint[SinkSettings]):
         )
         return True
 
-    async def _mark_if_lost(
-        self, executor: Executor, subject: Subject, reply: scripts.Reply, deadline: float
+    async def _note(
+        self, executor: Executor, subject: Subject, reply: scripts.Reply, kind: bytes, deadline: float
     ) -> None:
-        """Mark the rollout if the server came back without steps that it had acknowledged to this sink."""
+        """Remember how far the rollout is, and mark it if the server lacks steps that were acknowledged here.
+
+        ``kind`` is how the trace of the step begins.
+        """
         if self._attempts.has_lost(subject.rollout_id, reply):
             logger.error(
                 "Rollout %s: another Redis server answers than before, and lacks steps that were "
@@ -244,7 +257,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
                 mark_id=new_mark_id(),
             )
             await executor.run(call, subject, deadline=deadline, urgent=True)
-        self._attempts.note(subject.rollout_id, reply)
+        self._attempts.note(subject.rollout_id, reply, kind + (subject.model_call_id or "").encode())
 
     async def _encode(
         self, executor: Executor, taken: taking.TakenEntry, subject: Subject, deadline: float

@@ -117,6 +117,19 @@ async def test_a_busy_worker_puts_back_what_was_lost_before_it_goes_on(
     assert "without 3 of the newest steps" in message
 
 
+async def test_steps_that_are_not_kept_show_though_others_took_their_numbers(
+    server: RealServer, new_worker: NewWorker
+) -> None:
+    forgetful, other = new_worker(max_recent_bytes=0), new_worker()
+    await capture(other, "before")
+    size = aof_size(server)
+    await capture(forgetful, "lost")
+    await asyncio.to_thread(come_back_short, server, size)
+    await capture(other, "after", "long after")
+    await forgetful.begin_call("another", "call")
+    assert reasons(await frozen(server)) == [(IncompleteCode.LOST_STEPS, "")]
+
+
 async def test_an_idle_worker_notices_by_itself(server: RealServer, new_worker: NewWorker) -> None:
     worker = new_worker()
     await worker.begin_call("r", "first")

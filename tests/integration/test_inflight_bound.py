@@ -14,7 +14,7 @@ from support.sequences import random_ids
 from support.servers import RealServer
 
 from gym_capture_redis import codec, lanes, retry, scripts, taking
-from gym_capture_redis.errors import BackendUnavailableError, InvalidRecordError
+from gym_capture_redis.errors import BackendUnavailableError, InvalidRecordError, TokenCaptureRetiredError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import Hold
 from gym_capture_redis.keys import rollout_key
@@ -23,6 +23,7 @@ from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.scripts import Call, Dialect, Step
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+from gym_capture_redis.subject import Subject
 
 ROLLOUT = "r"
 BOUND = 2**20
@@ -500,3 +501,19 @@ async def test_an_entry_that_became_that_of_another_call_while_it_waited_is_refu
     assert outcomes["large"] is None
     bench.nothing_is_held()
     assert_holds(await bench.freeze(), [large])
+
+
+async def test_a_put_that_waits_while_its_attempt_is_over_and_its_call_begun_again_is_refused(
+    bench: Bench,
+) -> None:
+    await bench.sink.begin_call(ROLLOUT, "c")
+    with await bench.executor.room(BOUND, Subject(ROLLOUT), deadline=bench.executor.deadline()):
+        late = bench.put_all([entry_of("c", 10)])
+        await bench.until(lambda: bench.waiting == 1)
+        async with RedisTokenSource(bench.server.url, namespace=bench.namespace) as source:
+            await source.delete([ROLLOUT])
+        await bench.sink.begin_call(ROLLOUT, "c")
+    assert isinstance((await outcomes_of(late))["c"], TokenCaptureRetiredError)
+    snapshot = await bench.freeze()
+    assert_holds(snapshot, [])
+    assert reasons_of(snapshot) == {(IncompleteCode.LOST_CALL, "c")}

@@ -99,8 +99,15 @@ class Rollout:
             details=codec.encode_refusal("r", call, code, {}),
         )
 
-    def verify(self, seq: int, incarnation: str = ATTEMPT) -> Call:
-        return scripts.verify(self.key, new_incarnation=NEW, incarnation=incarnation, seq=seq)
+    def verify(self, seq: int, incarnation: str = ATTEMPT, own: tuple[int, bytes] = (0, b"")) -> Call:
+        return scripts.verify(
+            self.key,
+            new_incarnation=NEW,
+            incarnation=incarnation,
+            seq=seq,
+            own_seq=own[0],
+            own_trace=own[1],
+        )
 
 
 @pytest.fixture(params=EVERY_KIND)
@@ -292,6 +299,21 @@ async def test_an_open_rollout_with_fewer_steps_is_short_of_them_until_they_come
     before = rollout.fields
     assert (await rollout.run(rollout.verify(3))).code == "OK"
     assert rollout.fields == before
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_where_a_number_went_to_another_step_the_rollout_is_marked_once(
+    rollout: Rollout, frozen: bool
+) -> None:
+    if frozen:
+        await rollout.freeze()
+    before = rollout.fields
+    assert (await rollout.run(rollout.verify(1, own=(1, b"n:begun")))).code == "OK"
+    assert rollout.fields == before
+    for code in ("LOST", "OK"):
+        reply = await rollout.run(rollout.verify(1, own=(1, b"n:other")))
+        assert (reply.code, reply.seq) == (code, 2)
+    assert rollout.is_whole
 
 
 async def test_a_frozen_rollout_with_fewer_steps_is_marked_once(rollout: Rollout) -> None:

@@ -47,11 +47,13 @@ class Announced(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far the rollout was when the server last answered."""
+    """How far the rollout was when the server last answered, and the worker's own newest step."""
 
     incarnation: str
     seq: int
     run: int
+    own: int = 0
+    trace: str = ""
 
 
 class Worker(NamedTuple):
@@ -186,6 +188,8 @@ class Protocol:
     healing: HealRules = field(default_factory=HealRules)
     heals: bool = True
     verifies: bool = True
+    verifies_own: bool = True
+    """Whose step has the number of a worker's newest one, too."""
     freeze_waits: bool = True
     """On a young server."""
     read_waits: bool = True
@@ -209,7 +213,9 @@ class Scenario:
     chunks: bool = False
     """Whether a trainer may read a rollout in two chunks."""
     forgets_all: bool = False
-    """Whether a restart loses everything, also what was acknowledged long ago (durability ``memory``)."""
+    """Whether a restart loses everything (durability ``memory``)."""
+    forgets_old: bool = False
+    """Whether it may lose what was acknowledged long ago and is not kept any more (also by a failover)."""
     protocol: Protocol = Protocol()
 
     def first(self) -> World:
@@ -262,14 +268,14 @@ def _server_moves(world: World, scenario: Scenario) -> Iterator[Move]:
         yield "server: is not young any more", world._replace(young=False)
     if budget.settlings and not world.young and _all_have_healed(world):
         workers = tuple(
-            worker._replace(kept=(), position=worker.position if scenario.forgets_all else None)
+            worker._replace(kept=(), position=worker.position if scenario.forgets_old else None)
             for worker in world.workers
         )
         yield (
             "server: quiet for settle_s",
             world._replace(
                 workers=workers,
-                durable=world.durable if scenario.forgets_all else world.now,
+                durable=world.durable if scenario.forgets_old else world.now,
                 budget=budget._replace(settlings=budget.settlings - 1),
             ),
         )
@@ -451,7 +457,8 @@ def _handle(world: World, number: int, worker: Worker, task: Task, message: Mess
     match task.step, reply.code:
         case (("join" | "begin"), ("OK" | "SAME")):
             told = Announced(task.call, reply.incarnation, world.run, task.step == "join")
-            worker = _noted(worker, world.run, reply)._replace(announced=(*worker.announced, told))
+            worker = _noted(worker, world.run, reply, f"n:{task.call}" if task.step == "begin" else "")
+            worker = worker._replace(announced=(*worker.announced, told))
             if task.step == "begin":
                 world = _promised(world, number, reply, task.call, "n")
         case "begin", _:
@@ -461,13 +468,14 @@ def _handle(world: World, number: int, worker: Worker, task: Task, message: Mess
             again = Task("put", task.call, (content, "", (), *more))
             worker = worker._replace(program=(again, *rest))
         case (("put" | "refuse"), ("OK" | "SAME")):
-            worker = _noted(worker, world.run, reply)
-            what = f"{'r' if task.step == 'put' else 'x'}:{task.more[0]}"
+            kind = "r" if task.step == "put" else "x"
+            worker = _noted(worker, world.run, reply, f"{kind}:{task.call}")
+            what = f"{kind}:{task.more[0]}"
             world = _promised(world, number, reply, task.call, what)
         case "put", _:
             worker = worker._replace(program=(Task("mark", task.call), *rest))
         case "mark", "OK" | "SAME":
-            worker = _noted(worker, world.run, reply)
+            worker = _noted(worker, world.run, reply, f"f:{task.call}")
             world = _promised(world, number, reply, task.call, "f")
         case "mark", "RETIRED" if task.more != ("unnamed",) and _may_be_another(world, worker, task.call):
             worker = worker._replace(program=(Task("mark", task.call, ("unnamed",)), *rest))
@@ -490,12 +498,14 @@ def _promised(world: World, number: int, reply: Reply, call: str, what: str) -> 
     )
 
 
-def _noted(worker: Worker, run: int, reply: Reply) -> Worker:
-    """Remember how far the rollout was."""
-    now, before = Position(reply.incarnation, reply.seq, run), worker.position
-    if before and before._replace(seq=0) == now._replace(seq=0) and before.seq > now.seq:
-        return worker
-    return worker._replace(position=now)
+def _noted(worker: Worker, run: int, reply: Reply, trace: str) -> Worker:
+    """Remember how far the rollout was, and the worker's own newest step."""
+    own = (reply.seq, trace) if trace and reply.code == "OK" else (0, "")
+    seq, before = reply.seq, worker.position
+    if before and before.incarnation == reply.incarnation:
+        own = max(own, (before.own, before.trace))
+        seq = max(seq, before.seq) if before.run == run else seq
+    return worker._replace(position=Position(reply.incarnation, seq, run, *own))
 
 
 def _may_be_another(world: World, worker: Worker, call: str) -> bool:
@@ -552,9 +562,10 @@ def _heal_moves(world: World, scenario: Scenario, number: int, worker: Worker) -
         position = worker.position
         code, after = "nothing to verify", world
         if position and position.run != world.run and scenario.protocol.verifies:
-            stored, reply = verify(before, _new_name(world), position.incarnation, position.seq)
+            own = (position.own, position.trace) if scenario.protocol.verifies_own else (0, "")
+            stored, reply = verify(before, _new_name(world), position.incarnation, position.seq, *own)
             code, after = f"verify: {reply.code}", _healed(world, stored, position.incarnation)
-            position = Position(reply.incarnation, reply.seq, world.run) if stored else None
+            position = _noted(worker, world.run, reply, "").position if stored else None
         yield (
             f"{name}: {code}",
             _with_worker(after, number, worker._replace(run=world.run, position=position)),

@@ -117,11 +117,18 @@ def lost_rollout(there: Stored, new_incarnation: str) -> Answer:
     return lost(there or Rollout(new_incarnation), "")
 
 
-def verify(there: Stored, new_incarnation: str, incarnation: str, seq: int) -> Answer:
-    """Mark the rollout if it is not the attempt that was acknowledged; show it if it has fewer steps."""
+def verify(
+    there: Stored, new_incarnation: str, incarnation: str, seq: int, own: int = 0, trace: str = ""
+) -> Answer:
+    """Mark the rollout if it is not the attempt that was acknowledged; show it if it has fewer steps.
+
+    ``own`` and ``trace`` are of the newest step of the worker that asks: another step may have its number.
+    """
     if there and there.status == "retired":
         return there, reply("RETIRED", there)
     if there is None or there.incarnation != incarnation:
+        return lost_rollout(there, new_incarnation)
+    if trace_of(there, own) not in ("", trace) and not there.failures:
         return lost_rollout(there, new_incarnation)
     state = claim(there, seq)
     if state.seq < seq:

@@ -69,7 +69,10 @@ healing = st.builds(
     incarnations,
     incarnations,
 )
-verifying = st.builds(lambda *args: Told("verify", args), incarnations, incarnations, numbers)
+traces = st.sampled_from(["n:a", "r:a", "n:b", "r:b", "f:a", "x:a"])
+verifying = st.builds(
+    lambda *args: Told("verify", args), incarnations, incarnations, numbers, numbers, traces
+)
 forgetting = st.builds(lambda back: Told("forget", (back,)), st.integers(1, 4))
 histories = st.lists(
     st.one_of(usual, told(CAN_BE_LOST), told(OTHERS), healing, healing, verifying, forgetting), max_size=14
@@ -102,8 +105,15 @@ def real_call(step: Told) -> Call:  # noqa: PLR0911 - one for each step
             return Call(Step.READ, KEY, (incarnation, snapshot, version, 1, ROWS))
         case Told("heal", (inner, own, incarnation, new)):
             return scripts.heal(real_call(inner), seq=own, incarnation=incarnation, new_incarnation=new)
-        case Told("verify", (new, incarnation, seq)):
-            return scripts.verify(KEY, new_incarnation=new, incarnation=incarnation, seq=seq)
+        case Told("verify", (new, incarnation, seq, own, trace)):
+            return scripts.verify(
+                KEY,
+                new_incarnation=new,
+                incarnation=incarnation,
+                seq=seq,
+                own_seq=own,
+                own_trace=trace.encode(),
+            )
         case Told("drop" | "retire", args):
             return Call(Step[step.what.upper()], KEY, (*args, 60))
     return Call(Step[step.what.upper()], KEY, step.args)
@@ -114,8 +124,8 @@ def model_answer(there: Stored, step: Told) -> Answer:
         case Told("heal", (inner, own, incarnation, new)):
             kept = Kept(inner.what, inner.args, incarnation, own, 1)
             return heal(there, STEPS[inner.what], kept, new, HealRules())
-        case Told("verify", (new, incarnation, seq)):
-            return verify(there, new, incarnation, seq)
+        case Told("verify", args):
+            return verify(there, *args)
     return STEPS[step.what](there, *step.args)
 
 

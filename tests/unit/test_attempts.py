@@ -79,6 +79,22 @@ def test_a_loss_is_told_until_it_is_noted_that_it_was_dealt_with() -> None:
     assert memory.has_lost("r", reply("second", seq=0, run_id="server-3"))
 
 
+def test_the_newest_step_of_ones_own_is_remembered_whatever_comes_after_it() -> None:
+    memory = AttemptMemory()
+    memory.note("r", reply(seq=4, code="OK"), b"n:a")
+    memory.note("r", reply(seq=6, code="OK"), b"r:a")
+    memory.note("r", reply(seq=5, code="OK"), b"n:b")
+    memory.note("r", reply(seq=9), b"n:a")
+    memory.note("r", reply(seq=8, run_id="server-2"))
+    position = memory.position("r")
+    assert position is not None
+    assert (position.seq, position.own_seq, position.own_trace) == (8, 6, b"r:a")
+    memory.note("r", reply("second", seq=1, code="OK"), b"n:c")
+    position = memory.position("r")
+    assert position is not None
+    assert (position.seq, position.own_seq, position.own_trace) == (1, 1, b"n:c")
+
+
 def test_rollouts_are_remembered_apart() -> None:
     memory = memory_after(reply(seq=5))
     assert not memory.has_lost("other", reply(seq=1, run_id="server-2"))

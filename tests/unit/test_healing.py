@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class Worker:
         key = rollout_key("run", rollout)
         call = Call(step, key, (ATTEMPT, f"call {seq}", bytes(nbytes)))
         reply = Reply("OK", ATTEMPT, seq, 1, (), OLD)
-        self.healer.recent.note(call, Subject(rollout, f"call {seq}"), reply)
+        self.healer.recent.note(call, Subject(rollout, f"call {seq}"), reply, asked_at_s=time.monotonic())
         self.attempts.note(rollout, reply)
 
     async def send(self, calls: Sequence[tuple[Call, Subject]]) -> list[Reply | Exception]:
