@@ -24,7 +24,7 @@ the only worker that knew of them is gone too (guarantees)."""
 
 REPORT_EVERY_S = 10.0
 PATIENCE_S = 120.0
-"""For the trainer to consume what is left in the end."""
+"""In the end, for anything more to happen: the trainer may have much left to consume."""
 
 
 class Director:
@@ -113,9 +113,17 @@ class Director:
         return process
 
     async def _end(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            everyone = [*self._workers, self._trainer]
-            await asyncio.gather(*(asyncio.to_thread(process.wait) for process in everyone))
+        everyone = [*self._workers, self._trainer]
+        waiting = asyncio.gather(*(asyncio.to_thread(process.wait) for process in everyone))
+        while True:
+            before = self.acknowledged.total()
+            done, _ = await asyncio.wait([waiting], timeout=PATIENCE_S)
+            if done:
+                await waiting
+                return
+            self._count()
+            if self.acknowledged.total() == before:
+                raise TimeoutError(f"nobody has done anything for {PATIENCE_S:g} s, and somebody is not done")
 
     def _count(self) -> None:
         self.acknowledged.update(line.kind for line in self._tail.new_lines())
