@@ -77,7 +77,7 @@ def replicas_of(server: RealServer) -> list[str]:
 def follows(server: RealServer) -> bool:
     with server.client() as client:
         facts: Any = client.info("replication")
-    return facts.get("master_link_status") == "up"
+    return bool(facts.get("master_link_status") == "up")
 
 
 def clients(
