@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_TRUSTED_S = 1.0
+"""How long an idle connection leads to the same server for sure: a failover and one back take longer."""
+
 
 class Link:
     """One connection to a server, given by address or path of its socket. Belongs to one task.
@@ -58,6 +62,7 @@ class Link:
         self._place = server
         self._began_empty = began_empty
         self._terms = Terms("", Dialect(flagged=settings.url.scheme != "fakeredis"))
+        self._answered_at_s = 0.0
         self._transport: asyncio.WriteTransport | None = None
         if settings.url.scheme == "fakeredis":
             self._connection = self._open_fake()
@@ -107,7 +112,27 @@ class Link:
         """
         connection, pipeline = self._connection, Pipeline(commands, self._terms, confirm_s)
         await connection.send_packed_command(pipeline.packed, check_health=False)
-        return pipeline.read([await _reply(connection) for _ in range(pipeline.count)])
+        answers = pipeline.read([await _reply(connection) for _ in range(pipeline.count)])
+        self._answered_at_s = time.monotonic()
+        return answers
+
+    async def is_as_before(self) -> bool:
+        """Whether its server has the same writes as before, asked where nothing was sent for a while.
+
+        A busy connection meets a server that is demoted; an idle one may find it a primary again, without
+        what others did not have.
+
+        Raises:
+            redis.exceptions.RedisError, OSError: as of ``pipeline``, or it is no primary now.
+            DurabilityError, ConfigurationError: it was refused.
+
+        """
+        idle_s = time.monotonic() - self._answered_at_s
+        if idle_s < _TRUSTED_S or self._settings.url.scheme == "fakeredis":
+            return True
+        (info, config), _ = await self.pipeline(QUESTIONS)
+        before, self._terms = self._terms, self._agreed(info, config)
+        return self._terms.run_id == before.run_id
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -140,12 +165,16 @@ class Link:
             await connection.on_connect()
             self._transport = connection._writer.transport if connection._writer else None  # noqa: SLF001
             self._widen()
-            facts = read_facts(self._place, *[await _answer(connection, *words) for words in QUESTIONS])
-            self._terms = agree(facts, self._settings, self._place, began_empty=self._began_empty)
+            self._terms = self._agreed(*[await _answer(connection, *words) for words in QUESTIONS])
+            self._answered_at_s = time.monotonic()
         except BaseException:
             # redis-py cleans up after its own errors only.
             await connection.disconnect(nowait=True)
             raise
+
+    def _agreed(self, info: Any, config: Any) -> Terms:
+        facts = read_facts(self._place, info, config)
+        return agree(facts, self._settings, self._place, began_empty=self._began_empty)
 
 
 Connected = Callable[[Link, Callable[[bytes], bool]], Awaitable[None]]

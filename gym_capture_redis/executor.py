@@ -21,6 +21,7 @@ from gym_capture_redis.healing import Healer, Owns
 from gym_capture_redis.inflight import ByteBudget, Hold
 from gym_capture_redis.lanes import closed_error, exchange
 from gym_capture_redis.node import Node
+from gym_capture_redis.recent import RecentStep
 from gym_capture_redis.retry import Backoff
 from gym_capture_redis.scripts import Call, Reply, again, peek
 from gym_capture_redis.settings import ConnectionSettings
@@ -106,18 +107,27 @@ class Executor:
 
         What could not be put back then, or was acknowledged by the earlier server just before, follows here.
         """
+        meetings: dict[str, asyncio.Task[None]] = {}
         try:
-            while newest := healer.recent.newest():
+            while (newest := healer.recent.newest()) or meetings:
                 await asyncio.sleep(_WATCH_S)
+                meetings = {run_id: meeting for run_id, meeting in meetings.items() if not meeting.done()}
                 for run_id, step in newest:
-                    with contextlib.suppress(CaptureError):  # whoever sends a step is told
-                        reply = await self.run(peek(step.call.key), step.subject, deadline=self.deadline())
-                        if reply.run_id != run_id:
-                            await healer.heal(
-                                self._run_all, reply.run_id, owns=lambda _: True, lost_by=[run_id]
-                            )
+                    # Each by itself: one that stays away must not hold up what another one forgot.
+                    if run_id not in meetings:
+                        meetings[run_id] = asyncio.create_task(self._meet(healer, run_id, step))
         finally:
             self._watcher = None
+            for meeting in meetings.values():
+                meeting.cancel()
+            await asyncio.gather(*meetings.values(), return_exceptions=True)
+
+    async def _meet(self, healer: Healer, run_id: str, step: RecentStep) -> None:
+        """Ask who holds a step of this server now; if it is another one, put back there what may be lost."""
+        with contextlib.suppress(CaptureError):  # whoever sends a step is told
+            reply = await self.run(peek(step.call.key), step.subject, deadline=self.deadline())
+            if reply.run_id != run_id:
+                await healer.heal(self._run_all, reply.run_id, owns=lambda _: True, lost_by=[run_id])
 
     async def _run_all(self, calls: Sequence[tuple[Call, Subject]]) -> Sequence[Reply | Exception]:
         deadline = self.deadline()

@@ -57,7 +57,8 @@ class Healer:
 
         """
         healed, lost = 0, set[str]()
-        for other in self.recent.others(run_id) if lost_by is None else lost_by:
+        others = self.recent.others(run_id) if lost_by is None else lost_by
+        for other in others:
             left = self.recent.count(other)
             while steps := self.recent.take(other, max_steps=min(left, _BATCH_STEPS), max_bytes=_BATCH_BYTES):
                 left -= len(steps)
@@ -69,6 +70,8 @@ class Healer:
                 healed,
             )
         await self._verify(send, run_id, owns, lost_by, lost)
+        for other in others:
+            self.recent.settle(other, owns)
 
     async def _put_back(
         self, steps: Sequence[RecentStep], other: str, send: Send, owns: Owns, lost: set[str]

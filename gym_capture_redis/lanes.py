@@ -129,6 +129,9 @@ class Lanes:
                         old, link, renewals = link, None, self._renewals
                         await _close(old)
                     async with asyncio.timeout(self._attempt_s(batch)):
+                        if link is not None and not await link.is_as_before():
+                            old, link = link, None
+                            await _close(old)
                         link = link or await self._open_link()
                         await send(link, batch, one_key=self._one_key, confirm_s=self._attempt_s(batch) / 2)
                 except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on

@@ -10,10 +10,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from gym_capture_redis.scripts import CAN_BE_LOST, Call, Reply
+from gym_capture_redis.scripts import CAN_BE_LOST, Call, Reply, peek
 from gym_capture_redis.subject import Subject
 
 STEP_BYTES = 1024
@@ -39,7 +39,13 @@ class _Server:
 
     def __init__(self) -> None:
         self.steps: deque[RecentStep] = deque()
+        self.newest: RecentStep | None = None
+        """The newest step that can be lost, kept or not, with a ``peek`` in place of its call."""
         self.alive_at_s = 0.0
+
+    @property
+    def may_forget(self) -> bool:
+        return bool(self.steps) or self.newest is not None
 
 
 class _Contents:
@@ -57,6 +63,7 @@ class _Contents:
     def keep(self, server: _Server, step: RecentStep, max_bytes: int) -> None:
         """Keep a step; the oldest of all servers make room for it."""
         server.steps.append(step)
+        server.newest = step._replace(call=peek(step.call.key))
         self.nbytes += step.nbytes
         while self.nbytes > max_bytes:
             kept = [other.steps for other in self.servers.values() if other.steps]
@@ -81,7 +88,7 @@ class RecentSteps:
         """A server has answered a step: let go what is old enough, and keep this one if it can be lost.
 
         It was alive when it was asked (``time.monotonic``); its reply may have waited since. Returns whether
-        anything is kept.
+        it may still forget anything, kept or not.
         """
         contents = self._contents()
         with contents.lock:
@@ -90,6 +97,8 @@ class RecentSteps:
             steps = server.steps
             while steps and steps[0].at_s < asked_at_s - self._settle_s:
                 contents.nbytes -= steps.popleft().nbytes
+            if server.newest is not None and server.newest.at_s < asked_at_s - self._settle_s:
+                server.newest = None
             # SAME answers a repeat: its first reply was lost, or it is settled by another step.
             # What puts a step back is no step of its own: the healer keeps that one on.
             if reply.code in ("OK", "SAME") and call.step in CAN_BE_LOST and not call.healing:
@@ -97,23 +106,37 @@ class RecentSteps:
                 nbytes = call.nbytes + STEP_BYTES
                 step = RecentStep(call, subject, reply.incarnation, seq, time.monotonic(), nbytes)
                 contents.keep(server, step, self._max_bytes)
-            return bool(steps)
+            return server.may_forget
 
     def keep(self, step: RecentStep, run_id: str) -> None:
         """Keep a step that was put back: this server has acknowledged it now."""
         self.give_back(run_id, [step._replace(at_s=time.monotonic())])
 
     def others(self, run_id: str) -> list[str]:
-        """Run ids of other servers than this one whose steps are kept."""
+        """Run ids of other servers than this one that may have forgotten something."""
         contents = self._contents()
         with contents.lock:
-            return [other for other, server in contents.servers.items() if other != run_id and server.steps]
+            return [
+                other for other, server in contents.servers.items() if other != run_id and server.may_forget
+            ]
+
+    def settle(self, run_id: str, owns: Callable[[bytes], bool]) -> None:
+        """What this server may have forgotten was dealt with, for the keys that ``owns`` names."""
+        contents = self._contents()
+        with contents.lock:
+            server = contents.server(run_id)
+            if server.newest is not None and owns(server.newest.call.key):
+                server.newest = None
 
     def newest(self) -> list[tuple[str, RecentStep]]:
-        """The newest step of each server, with its run id."""
+        """The newest step, by key and subject, of each server that may forget something, with its run id."""
         contents = self._contents()
         with contents.lock:
-            return [(run_id, server.steps[-1]) for run_id, server in contents.servers.items() if server.steps]
+            return [
+                (run_id, server.newest or server.steps[-1])
+                for run_id, server in contents.servers.items()
+                if server.may_forget
+            ]
 
     def count(self, run_id: str) -> int:
         """How many steps of this server are kept."""

@@ -15,6 +15,7 @@ from redis.exceptions import BusyLoadingError, InvalidResponse, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
+from gym_capture_redis.faults import is_transient
 from gym_capture_redis.parts import PART_BYTES
 from gym_capture_redis.scripts import Argument, Dialect
 from gym_capture_redis.server_check import (
@@ -63,6 +64,8 @@ def read_facts(
     """
     if isinstance(info, ResponseError):
         raise info
+    if isinstance(config, ResponseError) and is_transient(config):  # busy, say
+        raise config
     pairs = None
     if not isinstance(config, ResponseError):  # else CONFIG is forbidden
         words = [word.decode("utf-8", "replace") for word in config]

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 from support.cluster import ClusterGroup
+from support.forgetting import aof_size, come_back_short
 from support.ledger import Kind, Ledger
+from support.polling import wait_until
 from support.sentinel import SentinelGroup
+from support.servers import RealServer
 from support.trainers import read_and_judge
 from support.writers import Work, WriterProcess, all_work
 
 from gym_capture_redis.keys import rollout_key
+from gym_capture_redis.sink import RedisTokenSink
 
 ROLLOUTS = tuple(f"r{number}" for number in range(12))
 WRITERS = 16
@@ -102,3 +106,26 @@ async def test_slots_that_are_migrated_under_writers_lose_nothing(
         cluster_group.url, ledger, ROLLOUTS, server_kept_all=True, settings=settings
     )
     assert not [reason for snapshot in snapshots.values() for reason in snapshot.reasons]
+
+
+async def test_a_node_that_stays_away_holds_up_nothing_that_another_one_forgot(
+    valkey9: RealServer, settings: dict[str, Any]
+) -> None:
+    with ClusterGroup(valkey9.binary, cluster_require_full_coverage="no") as group:
+        by_node = {group.node_of(rollout_key(settings["namespace"], each)): each for each in ROLLOUTS}
+        (away, first), (forgetful, second), *_ = by_node.items()
+        async with RedisTokenSink(group.url, **settings) as sink:
+            await sink.begin_call(first, "a")
+            await sink.begin_call(second, "a")
+            size = aof_size(forgetful)
+            await sink.begin_call(second, "b")
+            away.kill()
+            await asyncio.to_thread(come_back_short, forgetful, size)
+            key = rollout_key(settings["namespace"], second).decode()
+            with forgetful.client() as client:
+                await asyncio.to_thread(
+                    wait_until,
+                    lambda: client.hexists(key, "c:b"),
+                    "the idle worker has put it back",
+                    timeout_s=settings["timeout_s"] / 2,
+                )

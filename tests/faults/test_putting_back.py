@@ -141,6 +141,18 @@ async def test_an_idle_worker_notices_by_itself(server: RealServer, new_worker: 
     assert (reasons(snapshot), calls(snapshot)) == ([], {"first"})
 
 
+async def test_an_idle_worker_that_keeps_nothing_notices_that_something_is_missing(
+    server: RealServer, new_worker: NewWorker
+) -> None:
+    worker = new_worker(max_recent_bytes=0)
+    await capture(worker, "first")
+    size = aof_size(server)
+    await capture(worker, "second")
+    await asyncio.to_thread(come_back_short, server, size)
+    await until(server, lambda fields: parse_state(fields[FIELD])["seq"] == b"4")
+    assert reasons(await frozen(server)) == [(IncompleteCode.LOST_STEPS, "")]
+
+
 async def test_every_kind_of_step_comes_back(server: RealServer, new_worker: NewWorker) -> None:
     worker = new_worker()
     entry = sample_entry("r", "long", routed_experts=LONG_EXPERTS)

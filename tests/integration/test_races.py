@@ -16,7 +16,7 @@ from support.servers import RealServer
 from gym_capture_redis import codec, lanes, scripts
 from gym_capture_redis.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
 from gym_capture_redis.executor import Executor
-from gym_capture_redis.keys import rollout_key
+from gym_capture_redis.keys import new_name, rollout_key
 from gym_capture_redis.protocols import TokenCaptureSnapshot
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.sink import RedisTokenSink
@@ -482,6 +482,50 @@ async def test_a_delayed_duplicate_of_a_step_does_not_touch_a_new_attempt(
     assert await run(scripts.peek(key)) == new
     snapshot = await trainer.freeze("r")
     assert (attempts_in(snapshot), snapshot.incomplete) == ({"2"}, False)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a packet that is delivered twice begins (or freezes) an attempt twice under one name, so that a "
+    "second one takes the next attempt for its own; a name that the server makes anew each time would end it",
+)
+@pytest.mark.parametrize("step", ["put", "delete", "drop"])
+async def test_two_delayed_duplicates_of_one_attempt_do_not_touch_a_new_one(
+    party: Party, namespace: str, step: str
+) -> None:
+    worker, trainer = party.sink(), party.source()
+    key, subject, executor = rollout_key(namespace, "r"), Subject("r"), trainer._executors.get()
+
+    async def run(call: scripts.Call) -> scripts.Reply:
+        return await executor.run(call, subject, deadline=executor.deadline())
+
+    begin = scripts.begin(key, "old", new_incarnation=new_name())
+    freeze = scripts.freeze(key, new_incarnation=new_name(), new_snapshot_id=new_name(), max_bytes=1)
+    incarnation = (await run(begin)).incarnation
+    record = codec.encode(sample_entry("r", "old"), max_record_bytes=2**20)
+    put = scripts.put(key, record, incarnation=incarnation, first_block=0)
+    await run(put)
+    frozen = scripts.Frozen.parse(await run(freeze))
+    drop = scripts.drop(
+        key,
+        snapshot_id=frozen.snapshot_id.encode(),
+        version=frozen.reply.version,
+        tombstone_ttl_s=60,
+    )
+    delete = scripts.delete(key, incarnation=incarnation)
+    await run(delete)
+
+    if step == "drop":
+        await worker.put(sample_entry("r", "new"))
+        await run(freeze)
+        assert (await run(drop)).code == "STALE"
+        return
+    await run(begin)
+    await worker.begin_call("r", "new")
+    await run({"put": put, "delete": delete}[step])
+    snapshot = await trainer.freeze("r")
+    assert snapshot.incomplete
+    assert snapshot.entries == ()
 
 
 async def test_a_repeated_drop_does_not_touch_a_new_attempt(party: Party) -> None:

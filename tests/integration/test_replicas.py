@@ -14,8 +14,15 @@ from support.polling import wait_until
 from support.sample_entries import sample_entry
 from support.servers import RealServer
 
-from gym_capture_redis import BackendUnavailableError, DurabilityError, RedisTokenSink, RedisTokenSource
+from gym_capture_redis import (
+    BackendUnavailableError,
+    DurabilityError,
+    RedisTokenSink,
+    RedisTokenSource,
+    connection,
+)
 from gym_capture_redis.connection import Link
+from gym_capture_redis.protocols import IncompleteCode
 from gym_capture_redis.settings import SinkSettings
 
 PATIENCE_S = 30.0
@@ -65,6 +72,12 @@ def replicas_of(server: RealServer) -> list[str]:
     with server.client() as client:
         facts: Any = client.info("replication")
     return [facts[f"slave{number}"]["state"] for number in range(facts["connected_slaves"])]
+
+
+def follows(server: RealServer) -> bool:
+    with server.client() as client:
+        facts: Any = client.info("replication")
+    return bool(facts.get("master_link_status") == "up")
 
 
 def clients(
@@ -223,3 +236,28 @@ async def test_a_server_that_was_a_replica_for_a_while_is_another_one(own_pair: 
         )
         primary.execute_command("replicaof", "no", "one")
     assert await name_of(own_pair.primary, namespace=namespace) != before
+
+
+async def test_an_idle_connection_finds_out_that_its_server_was_a_replica_for_a_while(
+    own_pair: Pair, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_TRUSTED_S", 0.0)
+    settings: dict[str, Any] = {"namespace": namespace, "durability": "memory", "timeout_s": PATIENCE_S}
+    sink = RedisTokenSink(own_pair.primary.url, **settings, settle_s=NOTHING_IS_FORGOTTEN_S)
+    source = RedisTokenSource(own_pair.primary.url, **settings, settle_s=NOTHING_IS_FORGOTTEN_S)
+    async with sink, source:
+        await sink.begin_call("r", "first")
+        await sink.put(sample_entry("r", "first"))
+        with own_pair.replica.client() as replica, own_pair.primary.client() as primary:
+            replica.execute_command("replicaof", "no", "one")
+            await sink.begin_call("r", "second")
+            watcher = sink._executors.get()._watcher
+            assert watcher is not None
+            await watcher  # until nothing is kept
+            primary.execute_command("replicaof", "127.0.0.1", own_pair.replica.port)
+            wait_until(lambda: follows(own_pair.primary), "it is a replica", timeout_s=PATIENCE_S)
+            primary.execute_command("replicaof", "no", "one")
+        await sink.begin_call("r", "third")
+        await sink.put(sample_entry("r", "third"))
+        snapshot = await source.freeze("r")
+    assert {reason.code for reason in snapshot.reasons} == {IncompleteCode.LOST_STEPS}

@@ -78,6 +78,9 @@ class Link:
     def settles_at_s(self) -> float:
         return self._server.settles_at_s
 
+    async def is_as_before(self) -> bool:
+        return True
+
     async def pipeline(
         self, commands: list[tuple[Any, ...]], *, confirm_s: float | None
     ) -> tuple[list[Any], bool]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
+from redis.exceptions import ResponseError
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.server_check import (
@@ -19,6 +20,7 @@ from gym_capture_redis.server_check import (
 )
 from gym_capture_redis.server_url import Topology
 from gym_capture_redis.settings import Durability, SinkSettings
+from gym_capture_redis.wire import read_facts
 
 SERVER = "redis://server:6379/0"
 ABLE = ServerFacts(
@@ -352,3 +354,11 @@ def test_which_servers_may_come_back_without_acknowledged_steps(
     url: str, durability: str, forgets: bool
 ) -> None:
     assert SinkSettings.build(url, "run", {"durability": durability}).server_may_forget == forgets
+
+
+def test_config_that_is_forbidden_is_told_from_a_server_that_is_busy_just_then() -> None:
+    info = b"redis_version:7.0.15"
+    forbidden = ResponseError("NOPERM this user has no permissions to run the 'config|get' command")
+    assert read_facts(SERVER, info, forbidden).appendfsync is None
+    with pytest.raises(ResponseError, match="BUSY"):
+        read_facts(SERVER, info, ResponseError("BUSY Redis is busy running a script"))
