@@ -14,6 +14,9 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 ``b:<name>``   token block, or part of a record, named by 16 bytes
 ``f:<call>``   failure: ``<unix ms> <code>``, and the ids of marks
 =============  =====================================================================
+
+The rows of a capture ledger are a hash of their own, ``gymcap:{<namespace>/<rollout_id>}:ledger``. Its fields
+``s``, ``o:<seq>`` and ``f:<call>`` mean the same; ``r:<call>`` is a row, and ``x:<call>`` why a call failed.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ MAX_ROLLOUT_ID_LENGTH = 255
 MAX_CALL_ID_BYTES = 1024
 MAX_NAMESPACE_LENGTH = 64
 MAX_REFUSAL_CODE_BYTES = 256
+MAX_FAILURE_REASON_BYTES = 65_536
 
 _GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
@@ -49,6 +53,11 @@ _GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 def rollout_key(namespace: str, rollout_id: str) -> bytes:
     """Key of the rollout's hash. Both parts must have been validated."""
     return f"gymcap:{{{namespace}/{rollout_id}}}".encode("ascii")
+
+
+def ledger_key(namespace: str, rollout_id: str) -> bytes:
+    """Key of the hash with the rollout's ledger rows (``gym/ledger_rows.py``), in the rollout's own slot."""
+    return rollout_key(namespace, rollout_id) + b":ledger"
 
 
 def new_name() -> str:
@@ -122,6 +131,23 @@ def validate_refusal_code(code: object, *, rollout_id: str, model_call_id: str) 
             model_call_id=model_call_id,
         )
     return code
+
+
+def validate_failure_reason(reason: object, *, rollout_id: str, model_call_id: str) -> str:
+    """Return ``reason`` if it is a string of 1 to 65,536 bytes of UTF-8.
+
+    Raises:
+        InvalidIdentifierError: otherwise.
+
+    """
+    problem = _text_problem(reason, MAX_FAILURE_REASON_BYTES)
+    if problem or not isinstance(reason, str):
+        raise InvalidIdentifierError(
+            f"failure reason for call {model_call_id!r} of rollout {rollout_id} is refused: {problem}",
+            rollout_id=rollout_id,
+            model_call_id=model_call_id,
+        )
+    return reason
 
 
 def _gym_identifier(what: str, value: object, max_length: int) -> str:
