@@ -6,9 +6,10 @@ became of each call.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 _staging_key: Any = gym_compat.required_attribute("staging.records", "staging_key")
 
 _PAGE_BYTES = 2**20
+"""Of a ledger that is read as a whole."""
+_NEWS_BYTES = 2**16
+"""Of one of which a worker knows most: so many of them go in one pipeline."""
 _BEYOND_ALL = 2**52
 """Number that no row has: read from there, a ledger says only how many rows it has."""
 
@@ -66,6 +70,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         super().__init__(LedgerSettings.build(url, namespace, settings), key=ledger_key)
         self._known: dict[str, _Known] = {}
         self._knowing = threading.Lock()
+        self._writing: set[asyncio.Task[None]] = set()
 
     def is_process_shared(self) -> bool:
         """Whether separate workers see each other's rows: yes."""
@@ -101,7 +106,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         """Add the row of a call that was staged. Repeating the same does nothing.
 
         ``commit`` is Gym's ``CaptureLedgerCommit``. For a rollout that was retired it is dropped, with a
-        warning that names the staging key.
+        warning that names the staging key. A caller that leaves does not stop it.
 
         Raises:
             InvalidRecordError, RecordTooLargeError, InvalidIdentifierError: refused before the network.
@@ -110,6 +115,9 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
             BackendUnavailableError, DurabilityError: not confirmed in time; repeating it is safe.
 
         """
+        await self._whoever_waits(self._record(commit))
+
+    async def _record(self, commit: Any) -> None:
         executor = self._executors.get()
         deadline = executor.deadline()
         about = Subject(str(getattr(commit, "rollout_id", "")))
@@ -121,9 +129,10 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
             raise_refusal(reply, Subject(row.rollout_id, row.model_call_id))
 
     async def record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
-        """Add that a call failed: the manifest lists it, and it is never a parent. Works at the memory limit.
+        """Add that a call failed: the manifest lists it, and it is never a parent.
 
-        Each reason of a call is a row, once. For a rollout that was retired it is dropped, with a warning.
+        Works at the memory limit. Each reason of a call is a row, once. For a rollout that was retired it is
+        dropped, with a warning that names the staging key. A caller that leaves does not stop it.
 
         Raises:
             InvalidIdentifierError: a malformed id or reason; nothing was sent.
@@ -131,6 +140,9 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
             BackendUnavailableError, DurabilityError: not confirmed in time; repeating it is safe.
 
         """
+        await self._whoever_waits(self._record_failure(rollout_id, model_call_id, reason))
+
+    async def _record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
         executor, _, deadline = self._begin(rollout_id)
         validate_call_id(model_call_id, rollout_id=rollout_id)
         reply = await self._write_failure(executor, Subject(rollout_id, model_call_id), reason, deadline)
@@ -161,7 +173,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
 
         """
         executor, subject, deadline = self._begin(rollout_id)
-        reply = await self._read(executor, subject, "", _BEYOND_ALL, deadline)
+        reply = await self._read(executor, subject, "", _BEYOND_ALL, 1, deadline)
         return reply.seq > 0
 
     async def retire(self, rollout_ids: Iterable[str]) -> dict[str, list[str]]:
@@ -176,7 +188,10 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
             BackendUnavailableError: not confirmed in time; repeating it is safe.
 
         """
-        return await self._ender().retire(self._keys(rollout_ids))
+        keys = self._keys(rollout_ids)
+        ended = await self._ender().retire(keys)
+        self._forget(keys)
+        return ended
 
     async def delete(self, rollout_ids: Iterable[str]) -> dict[str, list[str]]:
         """Remove rollouts with their fences, so that the ids can be used again. Returns what ``retire`` does.
@@ -187,7 +202,10 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
             CaptureError, TypeError: as ``retire``.
 
         """
-        return await self._ender().delete(self._keys(rollout_ids))
+        keys = self._keys(rollout_ids)
+        ended = await self._ender().delete(keys)
+        self._forget(keys)
+        return ended
 
     async def export_rows(self, rollout_id: str) -> dict[str, Any]:
         """All rows as plain JSON data for a checkpoint; those that are lost or damaged as failures.
@@ -228,6 +246,17 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         self._key(rollout_id)
         executor = self._executors.get()
         return executor, Subject(rollout_id), executor.deadline()
+
+    async def _whoever_waits(self, work: Coroutine[Any, Any, None]) -> None:
+        """Write to the end, as Gym's file ledger does, even if the caller leaves: it never calls again."""
+        task = asyncio.get_running_loop().create_task(work, name="gym-capture-redis ledger")
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_error)
+            raise
 
     def _ender(self) -> Ender:
         return Ender(self._executors.get(), tombstone_ttl_s=self._settings.tombstone_ttl_s)
@@ -276,7 +305,13 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         return position.incarnation if position is not None else ""
 
     async def _read(
-        self, executor: Executor, subject: Subject, incarnation: str, from_seq: int, deadline: float
+        self,
+        executor: Executor,
+        subject: Subject,
+        incarnation: str,
+        from_seq: int,
+        max_bytes: int,
+        deadline: float,
     ) -> Reply:
         """A page of the ledger; also ABSENT, or CHANGED if it is another attempt's.
 
@@ -284,9 +319,8 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
             TokenCaptureRetiredError: the rollout was retired.
 
         """
-        call = scripts.rows(
-            self._key(subject.rollout_id), incarnation=incarnation, from_seq=from_seq, max_bytes=_PAGE_BYTES
-        )
+        key = self._key(subject.rollout_id)
+        call = scripts.rows(key, incarnation=incarnation, from_seq=from_seq, max_bytes=max_bytes)
         while True:
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code == "RETIRED":
@@ -303,7 +337,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         """All rows, read anew."""
         whole, incarnation, next_seq = ledger_rows.WholeLedger(subject.rollout_id), "", 1
         while True:
-            reply = await self._read(executor, subject, incarnation, next_seq, deadline)
+            reply = await self._read(executor, subject, incarnation, next_seq, _PAGE_BYTES, deadline)
             if reply.code != "OK":
                 whole, next_seq = ledger_rows.WholeLedger(subject.rollout_id), 1
                 if not incarnation:
@@ -324,7 +358,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         known = self._known.get(rollout_id, _Known())
         candidates, next_seq, hole = dict(known.candidates), known.next_seq, 0
         while True:
-            reply = await self._read(executor, subject, known.incarnation, next_seq, deadline)
+            reply = await self._read(executor, subject, known.incarnation, next_seq, _NEWS_BYTES, deadline)
             if reply.code != "OK" or known.run_id not in ("", reply.run_id) or reply.seq < next_seq - 1:
                 if known == _Known():
                     return {}
@@ -345,6 +379,13 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
             if next_seq > reply.seq:
                 self._remember(rollout_id, known)
                 return candidates
+
+    def _forget(self, rollout_ids: Iterable[str]) -> None:
+        """What this process has ended itself is not lost if it is not there any more."""
+        for rollout_id in rollout_ids:
+            self._attempts.forget(rollout_id)
+            with self._knowing:
+                self._known.pop(rollout_id, None)
 
     def _remember(self, rollout_id: str, known: _Known) -> None:
         with self._knowing:
@@ -382,6 +423,12 @@ def _refuse_conflicts(staged: Iterable[StoredRow], there: Iterable[LedgerRow]) -
                 rollout_id=new.rollout_id,
                 model_call_id=new.model_call_id,
             )
+
+
+def _log_error(task: asyncio.Task[None]) -> None:
+    """Say why something was not written: its caller left, and is not told."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("A ledger row whose caller had left was not written: %s", error)
 
 
 def _warn_of_late(what: str, rollout_id: str, model_call_id: str, staging_key: str) -> None:
