@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import importlib
 import json
 import logging
 import multiprocessing
+import re
 import subprocess
 import sys
 import threading
@@ -41,6 +44,7 @@ from support.forgetting import aof_size, come_back_empty, come_back_short, resta
 from support.sample_entries import sample_entry
 from support.sentinel import SentinelGroup
 from support.servers import RealServer
+from support.stored_state import read_state
 
 import gym_capture_redis
 from gym_capture_redis import RedisCaptureLedger, RedisTokenSink, RedisTokenSource, gym_compat, scripts
@@ -319,6 +323,47 @@ async def test_what_is_never_valid_is_refused_before_the_network() -> None:
             await ledger.record_failure("r", call_id, reason)
     with pytest.raises(TypeError):
         await ledger.delete("r")
+
+
+async def test_what_is_stored_is_what_the_page_on_the_wire_format_says(
+    run: Run, place: Place, namespace: str
+) -> None:
+    ledger = run.ledger()
+    first, second = chain("r", 2)
+    await ledger.record(first.commit)
+    await ledger.record_failure("r", "é", "why")
+    await ledger.record(second.commit)
+    await ledger.record_failure("r", "é", "line\nü")
+    fields: Any = place.redis.hgetall(f"gymcap:{{{namespace}/r}}:ledger")
+    state = read_state(place.redis, f"gymcap:{{{namespace}/r}}:ledger".encode())
+    assert {name: state[name] for name in ("status", "seq", "records", "failures")} == {
+        "status": b"open",
+        "seq": b"4",
+        "records": b"2",
+        "failures": b"1",
+    }
+    assert len(fields) == 1 + 4 + 2 + 1
+    failed = "x:é".encode()
+    assert [fields[b"o:%d" % seq] for seq in range(1, 5)] == [
+        b"0:r:call-0",
+        b"0:" + failed,
+        b"0:r:call-1",
+        b"0:" + failed,
+    ]
+    assert fields[failed] == b'"why"\n"line\\n\\u00fc"'
+    check, text = fields[b"r:call-1"][:16], fields[b"r:call-1"][16:]
+    assert check == hashlib.blake2b(b'["r","call-1"]' + text, digest_size=16).digest()
+    row = json.loads(text)
+    assert text == json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
+    spoken = [*second.request, *second.answer]
+    assert row == {
+        "v": 1,
+        "record": second.commit.record.model_dump(mode="json"),
+        "staging_chain": ["r/call-0", "r/call-1"],
+        "fingerprint": gym("fingerprint", "assistant_fingerprint")(spoken),
+        "context_len": 3,
+        "context_digest": gym("fingerprint", "conversation_digest")(second.request),
+    }
 
 
 # What it costs
@@ -932,6 +977,29 @@ def test_constructing_it_opens_nothing_and_needs_no_loop(namespace: str) -> None
     assert not {"__len__", "__bool__"} & set(dir(ledger))
     asyncio.run(ledger.close())
     asyncio.run(ledger.close())
+
+
+def test_the_yaml_of_the_documents_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    omegaconf = pytest.importorskip("omegaconf", reason="NeMo Gym reads YAML with it")
+    monkeypatch.setenv("REDIS_PASSWORD", "secret")
+    page = (Path(__file__).parents[2] / "docs" / "nemo-gym.md").read_text("utf-8")
+    (block,) = [
+        block
+        for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+        if "RedisCaptureLedger" in block
+    ]
+    config = gym("config", "TokenIdCaptureConfig").model_validate(omegaconf.OmegaConf.create(block))
+    capture = config.token_id_capture
+    assert capture.external_staging
+    if sys.version_info >= (3, 12):
+        ledger = config.build_lineage_store()
+    else:  # Gym builds it on newer Pythons only
+        module, _, name = capture.lineage_store.partition(":")
+        ledger = getattr(importlib.import_module(module), name)(**capture.lineage_store_kwargs)
+    assert isinstance(ledger, RedisCaptureLedger)
+    assert ledger._settings.namespace == "run-17"
+    assert ledger._settings.password is not None
+    assert ledger._settings.password.get_secret_value() == "secret"
 
 
 def test_its_settings_may_be_omegaconfs() -> None:
