@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -31,16 +33,17 @@ from gym_capture_redis.keys import (
 )
 from gym_capture_redis.scripts import LedgerPage
 
-_CallRecord: Any = gym_compat.required_attribute("staging.records", "CallRecord")
-_CaptureLedgerCommit: Any = gym_compat.required_attribute("staging.records", "CaptureLedgerCommit")
-_ManifestFailure: Any = gym_compat.required_attribute("staging.records", "ManifestFailure")
-_RolloutManifest: Any = gym_compat.required_attribute("staging.records", "RolloutManifest")
-_LineageMatch: Any = gym_compat.required_attribute("protocols", "LineageMatch")
-_LineageResolution: Any = gym_compat.required_attribute("protocols", "LineageResolution")
-_Status: Any = gym_compat.required_attribute("records", "ParentResolutionStatus")
-_FINGERPRINT_VERSION: Any = gym_compat.required_attribute("fingerprint", "FINGERPRINT_VERSION")
-_assistant_fingerprint: Any = gym_compat.required_attribute("fingerprint", "assistant_fingerprint")
-_conversation_digest: Any = gym_compat.required_attribute("fingerprint", "conversation_digest")
+_required = partial(gym_compat.required_attribute, least="0.7")  # the first that stages externally
+_CallRecord: Any = _required("staging.records", "CallRecord")
+_CaptureLedgerCommit: Any = _required("staging.records", "CaptureLedgerCommit")
+_ManifestFailure: Any = _required("staging.records", "ManifestFailure")
+_RolloutManifest: Any = _required("staging.records", "RolloutManifest")
+_LineageMatch: Any = _required("protocols", "LineageMatch")
+_LineageResolution: Any = _required("protocols", "LineageResolution")
+_Status: Any = _required("records", "ParentResolutionStatus")
+_FINGERPRINT_VERSION: Any = _required("fingerprint", "FINGERPRINT_VERSION")
+_assistant_fingerprint: Any = _required("fingerprint", "assistant_fingerprint")
+_conversation_digest: Any = _required("fingerprint", "conversation_digest")
 
 ROW_FORMAT = 1
 MAX_ROW_BYTES = 4 * 2**20
@@ -306,7 +309,7 @@ def candidate(rollout_id: str, model_call_id: str, stored: bytes | None) -> Cand
         model_call_id=model_call_id,
         cumulative_token_ids=(),
         digest=record.cumulative_hash,
-        staging_chain=tuple(body.staging_chain),
+        staging_chain=tuple(map(sys.intern, body.staging_chain)),  # each call repeats its parent's
         prev_len=record.cum_len,
         chain_hash=record.chain_hash,
     )

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("nemo_gym.token_id_capture", reason="the ledger is a part of NeMo Gym's capture")
+pytest.importorskip("nemo_gym.token_id_capture.staging", reason="NeMo Gym stages externally from 0.7 on")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -820,6 +820,24 @@ async def test_rows_that_the_server_forgot_are_put_back_in_their_order(server: R
     await run.close()
 
 
+async def test_a_failover_behind_sentinels_loses_no_row_that_its_replica_has(
+    sentinel_group: SentinelGroup, namespace: str
+) -> None:
+    run = Run(sentinel_group.url, namespace, replicas=1)
+    one, two = run.ledger(), run.ledger()
+    calls = list(chain("r", 4))
+    await record_all(one, calls[:2])
+    assert await parent_of(two, "r", calls[1].next_request) == "call-1"
+    await asyncio.to_thread(sentinel_group.switch_over)
+    await two.record(calls[2].commit)
+    assert await parent_of(one, "r", calls[2].next_request) == "call-2"
+    await one.record(calls[3].commit)
+    manifest = await run.ledger().manifest("r")
+    assert calls_in(manifest) == [call.call for call in calls]
+    assert not failures_in(manifest)
+    await run.close()
+
+
 async def test_a_restart_that_loses_nothing_changes_nothing(server: RealServer) -> None:
     run = Run(server.url, "run")
     ledger = run.ledger()
@@ -835,14 +853,18 @@ async def test_a_restart_that_loses_nothing_changes_nothing(server: RealServer) 
     await run.close()
 
 
+@pytest.mark.parametrize("long_ago", [False, True])
 @pytest.mark.parametrize("then", ["record", "record_failure", "manifest", "has_rows", "resolve"])
 async def test_a_server_that_comes_back_empty_makes_nothing_look_whole_or_new(
-    one_server: RealServer, then: str
+    one_server: RealServer, then: str, *, long_ago: bool
 ) -> None:
     run = Run(one_server.url, "run")
     ledger = run.ledger()
     first, second, third = chain("r", 3)
     await record_all(ledger, [first, second])
+    if long_ago:
+        await asyncio.sleep(2 * SETTLED_S)
+        await ledger.has_rows("other")  # an answer that is later than settle_s
     await asyncio.to_thread(come_back_empty, one_server)
     steps: dict[str, Callable[[], Awaitable[Any]]] = {
         "record": lambda: ledger.record(third.commit),
@@ -866,6 +888,7 @@ async def test_rows_that_nobody_keeps_are_noticed_by_their_numbers(server: RealS
     await ledger.record(calls[0].commit)
     size = aof_size(server)
     await record_all(ledger, calls[1:3])
+    assert await parent_of(ledger, "r", calls[1].next_request) == "call-1"
     await asyncio.to_thread(come_back_short, server, size)
     await ledger.record(calls[3].commit)
     manifest = await run.ledger().manifest("r")
