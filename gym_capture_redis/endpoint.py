@@ -33,7 +33,7 @@ _REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
     ),
     "OTHER_ROW": (
         CallConflictError,
-        "the ledger has another row for the call, or says that it failed; nothing changed",
+        "conflicting row: the ledger has another one for the call, or says that it failed; nothing changed",
     ),
     "OTHER_CODE": (CallConflictError, "the call was refused with another code before; nothing changed"),
 }

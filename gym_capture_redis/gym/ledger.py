@@ -418,8 +418,8 @@ def _refuse_conflicts(staged: Iterable[StoredRow], there: Iterable[LedgerRow]) -
             continue
         if known.body is None or ledger_rows.encode(new.rollout_id, known.body) != new:
             raise CallConflictError(
-                f"the ledger has another row for the call, or says that it failed; nothing was imported "
-                f"(call {new.model_call_id!r} of rollout {new.rollout_id})",
+                "conflicting row: the ledger has another one for the call, or says that it failed; "
+                f"nothing was imported (call {new.model_call_id!r} of rollout {new.rollout_id})",
                 rollout_id=new.rollout_id,
                 model_call_id=new.model_call_id,
             )

@@ -281,7 +281,7 @@ async def test_a_conflicting_repeat_is_refused_and_changes_nothing(run: Run) -> 
         call.commit.model_copy(update={"response_items": []}),
     ]
     for commit in commits:
-        with pytest.raises(CallConflictError, match=r"another row for the call.*call 'call-0' of rollout r"):
+        with pytest.raises(CallConflictError, match=r"conflicting row.*call 'call-0' of rollout r"):
             await run.ledger().record(commit)
     await ledger.record(call.commit)
     assert await ledger.manifest("r") == before
@@ -364,6 +364,41 @@ async def test_what_is_stored_is_what_the_page_on_the_wire_format_says(
         "context_len": 3,
         "context_digest": gym("fingerprint", "conversation_digest")(second.request),
     }
+
+
+async def admitted(ledger: Any, call: str, items: Any) -> Any:
+    """What Gym's capture lets a worker do with a request, by what this ledger says."""
+    context = gym("sink", "CaptureContext")(
+        rollout_id="r", model_call_id=call, token_sink=None, lineage_store=ledger, external_staging=True
+    )
+    token = gym("sink", "set_token_sink")(context)
+    try:
+        await gym("sink", "resolve_parent")(items)
+    finally:
+        gym("sink", "reset_token_sink")(token)
+    return context.capture_admission
+
+
+async def test_gym_admits_calls_by_it(run: Run) -> None:
+    ledger = run.ledger()
+    first, second = chain("r", 2)
+    seeded = [user("task"), *second.answer, user("go on")]
+    root = await admitted(ledger, "call-0", first.request)
+    assert (root.mode, root.parent_call_id) == ("text", None)
+    assert (await admitted(ledger, "call-0", seeded)).mode == "text", "nothing was captured before it"
+    await ledger.record(first.commit)
+    child = await admitted(run.ledger(), "call-1", second.request)
+    assert (child.mode, child.parent_call_id, child.prev_len) == ("token_in", "call-0", 10)
+    assert (child.staging_chain, child.parent_chain_hash) == (
+        ["r/call-0"],
+        first.commit.record.chain_hash,
+    )
+    assert not failures_in(await ledger.manifest("r"))
+    assert await admitted(run.ledger(), "call-2", seeded) is None
+    assert failures_in(await ledger.manifest("r")) == [("call-2", "unresolved_parent")]
+    await ledger.retire(["r"])
+    with pytest.raises(RuntimeError, match="lineage resolution failed"):
+        await admitted(ledger, "call-3", second.request)
 
 
 # What it costs
