@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,8 +69,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
 
     def __init__(self, url: str | None = None, *, namespace: str = "default", **settings: Any) -> None:
         super().__init__(LedgerSettings.build(url, namespace, settings), key=ledger_key)
-        self._known: dict[str, _Known] = {}
-        self._knowing = threading.Lock()
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # its steps are atomic: threads may share it
         self._writing: set[asyncio.Task[None]] = set()
 
     def is_process_shared(self) -> bool:
@@ -81,8 +81,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
 
         Nothing acknowledged is ever pending. A later call opens new connections.
         """
-        with self._knowing:
-            self._known.clear()
+        self._known.clear()
         await super().close()
 
     async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> Any:
@@ -384,15 +383,14 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         """What this process has ended itself is not lost if it is not there any more."""
         for rollout_id in rollout_ids:
             self._attempts.forget(rollout_id)
-            with self._knowing:
-                self._known.pop(rollout_id, None)
+            self._known.pop(rollout_id, None)
 
     def _remember(self, rollout_id: str, known: _Known) -> None:
-        with self._knowing:
-            self._known.pop(rollout_id, None)
-            self._known[rollout_id] = known
-            while len(self._known) > self._settings.max_cached_rollouts:
-                self._known.pop(next(iter(self._known)))
+        self._known.pop(rollout_id, None)
+        self._known[rollout_id] = known
+        while len(self._known) > self._settings.max_cached_rollouts:
+            with suppress(KeyError):  # another thread has emptied it
+                self._known.popitem(last=False)
 
     @staticmethod
     def _accept(reply: Reply, rollout_id: str, model_call_id: str) -> None:

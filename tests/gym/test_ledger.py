@@ -933,6 +933,22 @@ async def test_rows_that_nobody_keeps_are_noticed_by_their_numbers(server: RealS
     await run.close()
 
 
+async def test_a_worker_whose_number_went_to_another_says_so(server: RealServer) -> None:
+    run = Run(server.url, "run", max_recent_bytes=0)
+    one, two = run.ledger(), run.ledger()
+    calls = list(chain("r", 3))
+    await one.record(calls[0].commit)
+    size = aof_size(server)
+    await one.record(calls[1].commit)
+    await asyncio.to_thread(come_back_short, server, size)
+    await two.record(calls[2].commit)
+    assert not failures_in(await two.manifest("r"))
+    manifest = await one.manifest("r")
+    assert calls_in(manifest) == ["call-0", "call-2"]
+    assert failures_in(manifest) == [("unknown", LOST_REASON)]
+    await run.close()
+
+
 async def test_a_worker_that_has_only_read_says_what_is_missing(server: RealServer) -> None:
     run = Run(server.url, "run", max_recent_bytes=0)
     writer, reader = run.ledger(), run.ledger()
