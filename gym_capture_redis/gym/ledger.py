@@ -79,8 +79,12 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
     async def close(self) -> None:
         """Release the connections of the running event loop, and forget what was read. Idempotent.
 
-        Nothing acknowledged is ever pending. A later call opens new connections.
+        Waits for rows that are being written, also those whose callers have left, each within its deadline.
+        A later call opens new connections.
         """
+        loop = asyncio.get_running_loop()
+        if writing := [task for task in list(self._writing) if task.get_loop() is loop]:
+            await asyncio.wait(writing)
         self._known.clear()
         await super().close()
 

@@ -773,8 +773,8 @@ async def test_a_caller_that_leaves_does_not_stop_what_is_written(
     with pytest.raises(asyncio.CancelledError):
         await caller
     one_server.resume()
-    await asyncio.gather(*ledger._writing)
-    manifest = await ledger.manifest("r")
+    await ledger.close()
+    manifest = await run.ledger().manifest("r")
     assert [*calls_in(manifest), *failures_in(manifest)] == [
         "call-0",
         "call-1" if what == "a row" else ("call-1", "why"),
