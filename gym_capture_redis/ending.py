@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from gym_capture_redis import scripts
 from gym_capture_redis.executor import Executor
@@ -64,7 +64,7 @@ class Ender:
             )
             reply = await self._executor.run(call, subject, deadline=deadline)
             if reply.code == "OK":
-                return _held(there) or _held(reply)
+                return scripts.held(there) or scripts.held(reply)
 
     async def _delete(self, key: bytes, subject: Subject, deadline: float) -> bool:
         while True:
@@ -72,24 +72,4 @@ class Ender:
             call = scripts.delete(key, incarnation=there.incarnation)
             reply = await self._executor.run(call, subject, deadline=deadline)
             if reply.code == "OK" or there.code == "ABSENT":  # what came in between is another attempt
-                return _held(there) or _held(reply)
-
-
-def distinct(rollout_ids: Iterable[str]) -> list[str]:
-    """Each id once, in the order given.
-
-    Raises:
-        TypeError: a bare string, or no iterable.
-
-    """
-    if isinstance(rollout_ids, str | bytes):
-        raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
-    return list(dict.fromkeys(rollout_ids))
-
-
-def _held(reply: scripts.Reply) -> bool:
-    """Whether the attempt held anything, by a reply of ``peek``, ``retire`` or ``delete``.
-
-    The first is asked before and is right where a later reply was lost; the others are asked in the step.
-    """
-    return reply.code == "OK" and bool(reply.rest[0])
+                return scripts.held(there) or scripts.held(reply)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, NoReturn, Self, TypeVar
 
-from gym_capture_redis.ending import distinct
 from gym_capture_redis.errors import (
     CallConflictError,
     CaptureError,
@@ -14,7 +13,7 @@ from gym_capture_redis.errors import (
 )
 from gym_capture_redis.executor import Executor, PerLoop
 from gym_capture_redis.healing import Healer
-from gym_capture_redis.keys import rollout_key, validate_rollout_id
+from gym_capture_redis.keys import distinct, rollout_key, validate_rollout_id
 from gym_capture_redis.scripts import Reply
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.subject import Subject

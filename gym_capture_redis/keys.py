@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 
 from gym_capture_redis.errors import InvalidIdentifierError
 
@@ -93,6 +94,18 @@ def validate_rollout_id(rollout_id: object) -> str:
 
     """
     return _gym_identifier("rollout id", rollout_id, MAX_ROLLOUT_ID_LENGTH)
+
+
+def distinct(rollout_ids: Iterable[str]) -> list[str]:
+    """Each id once, in the order given.
+
+    Raises:
+        TypeError: a bare string, or no iterable.
+
+    """
+    if isinstance(rollout_ids, str | bytes):
+        raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
+    return list(dict.fromkeys(rollout_ids))
 
 
 def validate_call_id(model_call_id: object, *, rollout_id: str, allow_empty: bool = False) -> str:

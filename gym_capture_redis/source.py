@@ -8,9 +8,10 @@ from typing import Any
 from gym_capture_redis import gym_compat, scripts
 from gym_capture_redis.codec import EntryType
 from gym_capture_redis.empty_rollouts import EmptyRollouts
-from gym_capture_redis.ending import Ender, distinct
+from gym_capture_redis.ending import Ender
 from gym_capture_redis.endpoint import Endpoint
 from gym_capture_redis.inflight import ByteBudget
+from gym_capture_redis.keys import distinct
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
 from gym_capture_redis.reading import ManyRollouts, RolloutReader, Room
 from gym_capture_redis.records import TokenEntry

@@ -29,7 +29,7 @@ from gym_capture_redis.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-_staging_key: Any = gym_compat.required_attribute("staging.records", "staging_key", least="0.7")
+_staging_key: Any = gym_compat.required_attribute("staging.records", "staging_key", since="0.7")
 
 _PAGE_BYTES = 2**20
 """Of a ledger that is read as a whole."""

@@ -33,7 +33,7 @@ from gym_capture_redis.keys import (
 )
 from gym_capture_redis.scripts import LedgerPage
 
-_required = partial(gym_compat.required_attribute, least="0.7")  # the first that stages externally
+_required = partial(gym_compat.required_attribute, since="0.7")  # the first that stages externally
 _CallRecord: Any = _required("staging.records", "CallRecord")
 _CaptureLedgerCommit: Any = _required("staging.records", "CaptureLedgerCommit")
 _ManifestFailure: Any = _required("staging.records", "ManifestFailure")
