@@ -44,6 +44,7 @@ from gym_capture_redis.source import RedisTokenSource
 from gym_capture_redis.source_factory import token_source_factory
 
 if TYPE_CHECKING:
+    from gym_capture_redis.gym.ledger import RedisCaptureLedger as RedisCaptureLedger
     from gym_capture_redis.gym.lineage import RedisLineageStore as RedisLineageStore
 
 __version__ = "0.1.0"
@@ -87,7 +88,10 @@ __all__ = [
     "token_source_factory",
 ]
 
-_GYM_ONLY = {"RedisLineageStore": "gym_capture_redis.gym.lineage"}
+_GYM_ONLY = {
+    "RedisCaptureLedger": "gym_capture_redis.gym.ledger",
+    "RedisLineageStore": "gym_capture_redis.gym.lineage",
+}
 """Names whose import needs NeMo Gym, and the modules that have them."""
 
 if not TYPE_CHECKING:  # else any name would be right

@@ -83,6 +83,10 @@ class AttemptMemory:
         """How far the rollout was when this process last heard of it."""
         return self._positions.get(rollout_id)
 
+    def forget(self, rollout_id: str) -> None:
+        """This process ended the attempt itself: that it is gone is no loss."""
+        self._positions.pop(rollout_id, None)
+
     def on_others(self, run_id: str) -> list[tuple[str, Position]]:
         """The rollouts of which another server than this one was the last to answer."""
         return [item for item in list(self._positions.items()) if item[1].run_id != run_id]

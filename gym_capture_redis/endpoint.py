@@ -1,7 +1,8 @@
-"""What sink and source share: settings, one executor for each event loop, closing, what an outcome means."""
+"""What all clients share: settings, one executor for each event loop, closing, what an outcome means."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Generic, NoReturn, Self, TypeVar
 
 from gym_capture_redis.errors import (
@@ -12,7 +13,7 @@ from gym_capture_redis.errors import (
 )
 from gym_capture_redis.executor import Executor, PerLoop
 from gym_capture_redis.healing import Healer
-from gym_capture_redis.keys import rollout_key, validate_rollout_id
+from gym_capture_redis.keys import distinct, rollout_key, validate_rollout_id
 from gym_capture_redis.scripts import Reply
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.subject import Subject
@@ -29,15 +30,29 @@ _REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
         CallConflictError,
         "the call was reported before, with other content or as refused; the rollout is incomplete now",
     ),
+    "OTHER_ROW": (
+        CallConflictError,
+        "conflicting row: the ledger has another one for the call, or says that it failed; nothing changed",
+    ),
     "OTHER_CODE": (CallConflictError, "the call was refused with another code before; nothing changed"),
 }
 
 
 class Endpoint(Generic[SettingsT]):
-    """Base of ``RedisTokenSink`` and ``RedisTokenSource``. Opens nothing until it is used."""
+    """Base of all clients with an event loop. Opens nothing until it is used.
 
-    def __init__(self, settings: SettingsT, healer: Healer | None = None) -> None:
+    ``key`` names what it works on, by namespace and rollout id.
+    """
+
+    def __init__(
+        self,
+        settings: SettingsT,
+        healer: Healer | None = None,
+        *,
+        key: Callable[[str, str], bytes] = rollout_key,
+    ) -> None:
         self._settings = settings
+        self._key_of = key
         self._healer = healer
         self._executors = PerLoop(self._make_executor)
 
@@ -66,7 +81,11 @@ class Endpoint(Generic[SettingsT]):
         return Executor(self._settings, self._healer)
 
     def _key(self, rollout_id: str) -> bytes:
-        return rollout_key(self._settings.namespace, validate_rollout_id(rollout_id))
+        return self._key_of(self._settings.namespace, validate_rollout_id(rollout_id))
+
+    def _keys(self, rollout_ids: Iterable[str]) -> dict[str, bytes]:
+        """The key of each id, once; all are looked at before anything is sent."""
+        return {rollout_id: self._key(rollout_id) for rollout_id in distinct(rollout_ids)}
 
 
 def raise_refusal(reply: Reply, subject: Subject) -> NoReturn:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 
 from gym_capture_redis import scripts
 from gym_capture_redis.attempts import AttemptMemory
@@ -14,7 +15,7 @@ from gym_capture_redis.faults import final_error
 from gym_capture_redis.keys import new_mark_id, new_name, rollout_key
 from gym_capture_redis.recent import STEP_BYTES, RecentStep, RecentSteps
 from gym_capture_redis.scripts import Call, Reply, Step
-from gym_capture_redis.settings import SinkSettings
+from gym_capture_redis.settings import WriterSettings
 from gym_capture_redis.subject import Subject
 
 logger = logging.getLogger(__name__)
@@ -29,17 +30,34 @@ _BATCH_STEPS = 64
 _BATCH_BYTES = 2**20
 _VERIFIED_AT_ONCE = 512
 
-_ORDER = {Step.BEGIN: 0, Step.STAGE: 1, Step.PUT: 2, Step.REFUSE: 3, Step.MARK: 4}
+_ORDER = {
+    Step.BEGIN: 0,
+    Step.STAGE: 1,
+    Step.PUT: 2,
+    Step.REFUSE: 3,
+    Step.RECORD: 4,
+    Step.FAIL: 5,
+    Step.MARK: 6,
+}
 """In a batch the steps of one kind go together; a put needs what was staged before it."""
 
 
 class Healer:
-    """What a sink does when it meets another server than before. Executors of several loops may share it."""
+    """What a writer does when it meets another server than before. Executors of several loops may share it.
 
-    def __init__(self, settings: SinkSettings, attempts: AttemptMemory) -> None:
+    ``key`` names what it writes, by namespace and rollout id.
+    """
+
+    def __init__(
+        self,
+        settings: WriterSettings,
+        attempts: AttemptMemory,
+        *,
+        key: Callable[[str, str], bytes] = rollout_key,
+    ) -> None:
         self.recent = RecentSteps(max_bytes=settings.max_recent_bytes, settle_s=settings.settle_s)
         self._attempts = attempts
-        self._namespace = settings.namespace
+        self._key = partial(key, settings.namespace)
         self._settle_s = settings.settle_s
         # A primary that was cut off may have acknowledged, for long, what nobody else has.
         self._keeps_old_steps = settings.durability != "memory" and settings.url.topology == "standalone"
@@ -168,7 +186,7 @@ class Healer:
                 for rollout_id, position in positions[start : start + _VERIFIED_AT_ONCE]
                 if (lost_by is None or position.run_id in lost_by)
                 and self._may_be_lost(position.run_id, position.at_s)
-                and owns(key := rollout_key(self._namespace, rollout_id))
+                and owns(key := self._key(rollout_id))
             ]
             for (_, subject), reply in zip(calls, await _sent(send, calls), strict=True):
                 if isinstance(reply, Exception):

@@ -14,12 +14,16 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 ``b:<name>``   token block, or part of a record, named by 16 bytes
 ``f:<call>``   failure: ``<unix ms> <code>``, and the ids of marks
 =============  =====================================================================
+
+The rows of a capture ledger are a hash of their own, ``gymcap:{<namespace>/<rollout_id>}:ledger``. Its fields
+``s``, ``o:<seq>`` and ``f:<call>`` mean the same; ``r:<call>`` is a row, and ``x:<call>`` why a call failed.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 
 from gym_capture_redis.errors import InvalidIdentifierError
 
@@ -42,6 +46,7 @@ MAX_ROLLOUT_ID_LENGTH = 255
 MAX_CALL_ID_BYTES = 1024
 MAX_NAMESPACE_LENGTH = 64
 MAX_REFUSAL_CODE_BYTES = 256
+MAX_FAILURE_REASON_BYTES = 65_536
 
 _GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
@@ -49,6 +54,11 @@ _GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 def rollout_key(namespace: str, rollout_id: str) -> bytes:
     """Key of the rollout's hash. Both parts must have been validated."""
     return f"gymcap:{{{namespace}/{rollout_id}}}".encode("ascii")
+
+
+def ledger_key(namespace: str, rollout_id: str) -> bytes:
+    """Key of the hash with the rollout's ledger rows (``gym/ledger_rows.py``), in the rollout's own slot."""
+    return rollout_key(namespace, rollout_id) + b":ledger"
 
 
 def new_name() -> str:
@@ -84,6 +94,18 @@ def validate_rollout_id(rollout_id: object) -> str:
 
     """
     return _gym_identifier("rollout id", rollout_id, MAX_ROLLOUT_ID_LENGTH)
+
+
+def distinct(rollout_ids: Iterable[str]) -> list[str]:
+    """Each id once, in the order given.
+
+    Raises:
+        TypeError: a bare string, or no iterable.
+
+    """
+    if isinstance(rollout_ids, str | bytes):
+        raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
+    return list(dict.fromkeys(rollout_ids))
 
 
 def validate_call_id(model_call_id: object, *, rollout_id: str, allow_empty: bool = False) -> str:
@@ -122,6 +144,23 @@ def validate_refusal_code(code: object, *, rollout_id: str, model_call_id: str) 
             model_call_id=model_call_id,
         )
     return code
+
+
+def validate_failure_reason(reason: object, *, rollout_id: str, model_call_id: str) -> str:
+    """Return ``reason`` if it is a string of 1 to 65,536 bytes of UTF-8.
+
+    Raises:
+        InvalidIdentifierError: otherwise.
+
+    """
+    problem = _text_problem(reason, MAX_FAILURE_REASON_BYTES)
+    if problem or not isinstance(reason, str):
+        raise InvalidIdentifierError(
+            f"failure reason for call {model_call_id!r} of rollout {rollout_id} is refused: {problem}",
+            rollout_id=rollout_id,
+            model_call_id=model_call_id,
+        )
+    return reason
 
 
 def _gym_identifier(what: str, value: object, max_length: int) -> str:

@@ -61,6 +61,9 @@ class Step(Enum):
     INDEX = ("index", "allow-oom")
     BLOCKS = ("blocks", "allow-oom")
     VERIFY = ("verify", "allow-oom")
+    RECORD = ("record", "")
+    FAIL = ("fail", "allow-oom")
+    ROWS = ("rows", "allow-oom")
 
     @cache
     def source(self, dialect: Dialect, *, healing: bool = False) -> bytes:
@@ -87,17 +90,17 @@ class Step(Enum):
     @property
     def writes(self) -> bool:
         """Whether it may change something."""
-        return self not in (Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS)
+        return self not in (Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS)
 
     @property
     def needs_settled_server(self) -> bool:
         """Whether it must wait while workers may be putting back what the server forgot."""
-        return self in (Step.FREEZE, Step.READ, Step.DROP)
+        return self in (Step.FREEZE, Step.READ, Step.DROP, Step.ROWS)
 
     @property
     def is_short(self) -> bool:
         """Whether one call of the script may hold many of these steps: their work is small and bounded."""
-        return self not in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS)
+        return self not in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS)
 
     @cache
     def sha1(self, dialect: Dialect, *, healing: bool = False) -> str:
@@ -111,6 +114,8 @@ _TRACES = {
     Step.PUT: ("r:", 2),
     Step.REFUSE: ("x:", 3),
     Step.MARK: ("f:", 3),
+    Step.RECORD: ("r:", 2),
+    Step.FAIL: ("x:", 3),
 }
 """How a trace of the step begins, and which of its arguments names the call (or the part)."""
 
@@ -136,7 +141,7 @@ class Call:
         return sum(len(arg) for arg in self.args if isinstance(arg, bytes))
 
 
-_NEW_NAMES = {Step.JOIN: 1, Step.BEGIN: 1, Step.MARK: 1, Step.REFUSE: 1, Step.FREEZE: 2}
+_NEW_NAMES = {Step.JOIN: 1, Step.BEGIN: 1, Step.MARK: 1, Step.REFUSE: 1, Step.FREEZE: 2, Step.FAIL: 1}
 """How many arguments of a step come first that are names for something new."""
 
 
@@ -314,6 +319,29 @@ class Index:
         return cls(int(next_seq), int(resume_seq), tuple((call, head) for call, head in records))
 
 
+@dataclass(frozen=True)
+class LedgerPage:
+    """What some steps wrote to a ledger, and the counts that it must agree with.
+
+    ``rows`` are of the steps ``from_seq`` to ``next_seq - 1``: name of the field, and its value; None for
+    what is not there.
+    """
+
+    from_seq: int
+    next_seq: int
+    rows: tuple[tuple[bytes | None, bytes | None], ...]
+    records: int
+    failures: int
+    hash_fields: int
+
+    @classmethod
+    def parse(cls, reply: Reply, *, from_seq: int) -> LedgerPage:
+        """Read the rest of a reply of ``rows``, whose code is OK."""
+        next_seq, counts, rows = reply.rest
+        read = tuple((field, value) for field, value in rows)
+        return cls(from_seq, int(next_seq), read, *map(int, counts))
+
+
 def stored_blocks(reply: Reply) -> dict[bytes, bytes]:
     """Names and values in a reply of ``blocks``."""
     (flat,) = reply.rest
@@ -415,6 +443,14 @@ def delete(key: bytes, *, incarnation: str) -> Call:
     return Call(Step.DELETE, key, (incarnation,))
 
 
+def held(reply: Reply) -> bool:
+    """Whether the attempt held anything, by a reply of ``peek``, ``retire`` or ``delete``.
+
+    The first is asked before and is right where a later reply was lost; the others are asked in the step.
+    """
+    return reply.code == "OK" and bool(reply.rest[0])
+
+
 def verify(
     key: bytes, *, new_incarnation: str, incarnation: str, seq: int, own_seq: int = 0, own_trace: bytes = b""
 ) -> Call:
@@ -425,6 +461,21 @@ def verify(
 def heal(call: Call, *, seq: int, incarnation: str, new_incarnation: str) -> Call:
     """``lua/_heal.lua``: put the step of ``call`` back, whose number was ``seq`` (0: not known)."""
     return replace(call, args=(seq, incarnation, new_incarnation, *call.args), healing=True)
+
+
+def record(key: bytes, model_call_id: str, row: bytes, *, incarnation: str) -> Call:
+    """``lua/record.lua``."""
+    return Call(Step.RECORD, key, (incarnation, model_call_id, row))
+
+
+def fail(key: bytes, model_call_id: str, reason: bytes, *, new_incarnation: str, incarnation: str) -> Call:
+    """``lua/fail.lua``."""
+    return Call(Step.FAIL, key, (new_incarnation, incarnation, model_call_id, reason))
+
+
+def rows(key: bytes, *, incarnation: str, from_seq: int, max_bytes: int) -> Call:
+    """``lua/rows.lua``."""
+    return Call(Step.ROWS, key, (incarnation, from_seq, max_bytes), reply_bytes=max_bytes)
 
 
 def index(key: bytes, *, incarnation: str, from_seq: int, max_bytes: int) -> Call:

@@ -26,6 +26,7 @@ _FORBID_EXTRA = ConfigDict(extra="forbid", frozen=True)
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=1)]
+TombstoneSeconds = Annotated[int, Field(ge=60)]
 
 
 def _absolute(value: Any) -> Any:
@@ -135,17 +136,11 @@ class ConnectionSettings(ServerSettings):
     and nobody has taken yet (source). Whoever finds no room waits; a larger one goes alone."""
 
 
-class SinkSettings(ConnectionSettings):
-    """Settings of ``RedisTokenSink``."""
+class WriterSettings(ConnectionSettings):
+    """What all have in common that write what a server might forget."""
 
-    max_record_bytes: Bytes = Field(default=256 * 2**20, le=500 * 2**20)
-    """Largest encoded record with its tokens; Redis itself refuses 512 MiB and more."""
-    prefix_cache_bytes: int = Field(default=256 * 2**20, ge=0)
-    """Memory for the prompts of the newest rollouts, which spares hashing and sending them again."""
     max_recent_bytes: int = Field(default=64 * 2**20, ge=0)
     """Memory for the steps of the last ``settle_s``, to be put back if the server forgets them."""
-    spill_dir: SpillPath | None = None
-    """Directory for marks that could not be made in Redis, until they can; None: they fail."""
 
     @property
     def server_may_forget(self) -> bool:
@@ -155,6 +150,17 @@ class SinkSettings(ConnectionSettings):
         return self.durability != "fsync" or self.url.topology != "standalone"
 
 
+class SinkSettings(WriterSettings):
+    """Settings of ``RedisTokenSink``."""
+
+    max_record_bytes: Bytes = Field(default=256 * 2**20, le=500 * 2**20)
+    """Largest encoded record with its tokens; Redis itself refuses 512 MiB and more."""
+    prefix_cache_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Memory for the prompts of the newest rollouts, which spares hashing and sending them again."""
+    spill_dir: SpillPath | None = None
+    """Directory for marks that could not be made in Redis, until they can; None: they fail."""
+
+
 class SourceSettings(ConnectionSettings):
     """Settings of ``RedisTokenSource``."""
 
@@ -162,7 +168,7 @@ class SourceSettings(ConnectionSettings):
     """Deadline of every call, all chunks of a large rollout included."""
     chunk_bytes: Bytes = 2**20
     """Records are read in replies of about this size; a larger record comes alone."""
-    tombstone_ttl_s: int = Field(default=86_400, ge=60)
+    tombstone_ttl_s: TombstoneSeconds = 86_400
     """How long a retired rollout refuses late writers; longer than any writer's deadline."""
 
 
@@ -175,6 +181,15 @@ class LineageSettings(ServerSettings):
     """Rollouts whose calls are remembered, without their tokens."""
     max_cached_tokens: int = Field(default=8_000_000, ge=1)
     """Tokens that Gym itself keeps, of parents whose children hold only what they add (``delta_records``)."""
+
+
+class LedgerSettings(WriterSettings):
+    """Settings of ``RedisCaptureLedger``."""
+
+    max_cached_rollouts: int = Field(default=65_536, ge=1)
+    """Rollouts whose rows are remembered as far as finding parents needs them."""
+    tombstone_ttl_s: TombstoneSeconds = 86_400
+    """How long a retired rollout drops late rows; longer than any writer's deadline."""
 
 
 def resolved_url(url: str | None) -> str:

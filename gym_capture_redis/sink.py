@@ -9,18 +9,15 @@ from typing import Any
 from weakref import WeakSet
 
 from gym_capture_redis import codec, scripts, taking
-from gym_capture_redis.attempts import AttemptMemory
 from gym_capture_redis.block_cache import BlockCache
-from gym_capture_redis.endpoint import Endpoint, raise_refusal
+from gym_capture_redis.endpoint import raise_refusal
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.executor import Executor
-from gym_capture_redis.healing import Healer
 from gym_capture_redis.keys import (
     FAILURE,
     INTENT,
     RECORD,
     REFUSAL,
-    new_mark_id,
     new_name,
     validate_call_id,
     validate_refusal_code,
@@ -30,6 +27,7 @@ from gym_capture_redis.replay import Replay, keep, make_mark, new_mark
 from gym_capture_redis.settings import SinkSettings
 from gym_capture_redis.spill import Spill, log_lost
 from gym_capture_redis.subject import Subject
+from gym_capture_redis.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ def sinks_of_process() -> list[RedisTokenSink]:
     return list(_SINKS)
 
 
-class RedisTokenSink(Endpoint[SinkSettings]):
+class RedisTokenSink(Writer[SinkSettings]):
     """Puts the records of model calls into Redis, from any number of processes and machines.
 
     Constructing it does no I/O: connections are opened at the first call, for each event loop and
@@ -59,9 +57,7 @@ class RedisTokenSink(Endpoint[SinkSettings]):
     """
 
     def __init__(self, url: str | None = None, *, namespace: str = "default", **settings: Any) -> None:
-        built = SinkSettings.build(url, namespace, settings)
-        self._attempts = AttemptMemory()
-        super().__init__(built, Healer(built, self._attempts) if built.server_may_forget else None)
+        super().__init__(SinkSettings.build(url, namespace, settings))
         self._blocks = BlockCache(self._settings.prefix_cache_bytes)
         self._target = Target.of(self._settings)
         self._spill = Spill(self._settings.spill_dir) if self._settings.spill_dir else None
@@ -234,30 +230,6 @@ class RedisTokenSink(Endpoint[SinkSettings]):
             why,
         )
         return True
-
-    async def _note(
-        self, executor: Executor, subject: Subject, reply: scripts.Reply, kind: bytes, deadline: float
-    ) -> None:
-        """Remember how far the rollout is, and mark it if the server lacks steps that were acknowledged here.
-
-        ``kind`` is how the trace of the step begins.
-        """
-        if self._attempts.has_lost(subject.rollout_id, reply):
-            logger.error(
-                "Rollout %s: another Redis server answers than before, and lacks steps that were "
-                "acknowledged; the rollout is marked incomplete.",
-                subject.rollout_id,
-            )
-            call = scripts.mark(
-                self._key(subject.rollout_id),
-                "",
-                new_incarnation=new_name(),
-                incarnation=reply.incarnation,
-                reason="lost",
-                mark_id=new_mark_id(),
-            )
-            await executor.run(call, subject, deadline=deadline, urgent=True)
-        self._attempts.note(subject.rollout_id, reply, kind + (subject.model_call_id or "").encode())
 
     async def _encode(
         self, executor: Executor, taken: taking.TakenEntry, subject: Subject, deadline: float

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from gym_capture_redis import gym_compat, scripts
 from gym_capture_redis.codec import EntryType
 from gym_capture_redis.empty_rollouts import EmptyRollouts
+from gym_capture_redis.ending import Ender
 from gym_capture_redis.endpoint import Endpoint
-from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget
-from gym_capture_redis.keys import new_name
+from gym_capture_redis.keys import distinct
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
 from gym_capture_redis.reading import ManyRollouts, RolloutReader, Room
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.settings import SourceSettings
 from gym_capture_redis.subject import Subject
 
-_ENDED_AT_ONCE = 256
-"""Rollouts of a batch that are retired or deleted at the same time."""
-
 _HIGHEST_VERSION = 2**53
 """The highest that a script can count to."""
-
-_EndAttempt = Callable[[Executor, bytes, Subject, float], Awaitable[bool]]
 
 
 class RedisTokenSource(Endpoint[SourceSettings]):
@@ -102,7 +96,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             ValueError: ``max_inflight_bytes`` is no positive integer. Nothing was sent.
 
         """
-        ids = _distinct(rollout_ids)
+        ids = distinct(rollout_ids)
         if max_inflight_bytes is None:
             max_inflight_bytes = self._settings.max_inflight_bytes
         if not isinstance(max_inflight_bytes, int) or max_inflight_bytes < 1:
@@ -172,7 +166,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             BackendUnavailableError: not confirmed in time; repeating it is safe.
 
         """
-        return await self._end(rollout_ids, self._retire_attempt)
+        return await self._ender().retire(self._keys(rollout_ids))
 
     async def delete(self, rollout_ids: Iterable[str]) -> dict[str, list[str]]:
         """Remove rollouts with their fences, so that the ids can be used again.
@@ -180,73 +174,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         Returns and raises what ``retire`` does. A writer that was announced to the removed attempt is
         still refused; one that was not cannot be told from a new one.
         """
-        return await self._end(rollout_ids, self._delete_attempt)
+        return await self._ender().delete(self._keys(rollout_ids))
 
-    async def _end(self, rollout_ids: Iterable[str], end_attempt: _EndAttempt) -> dict[str, list[str]]:
-        keys = {rollout_id: self._key(rollout_id) for rollout_id in _distinct(rollout_ids)}
-        executor = self._executors.get()
-        deadline = executor.deadline()
-        ended: dict[str, list[str]] = {"removed": [], "absent": []}
-        errors: list[BaseException] = []
-        # All of them go on when one fails, and the error raised is that one, not a group of them.
-        items = list(keys.items())
-        for start in range(0, len(items), _ENDED_AT_ONCE):
-            window = items[start : start + _ENDED_AT_ONCE]
-            outcomes = await asyncio.gather(
-                *(end_attempt(executor, key, Subject(rollout_id), deadline) for rollout_id, key in window),
-                return_exceptions=True,
-            )
-            for (rollout_id, _), outcome in zip(window, outcomes, strict=True):
-                if isinstance(outcome, BaseException):
-                    errors.append(outcome)
-                else:
-                    ended["removed" if outcome else "absent"].append(rollout_id)
-        if errors:
-            raise errors[0]
-        return ended
-
-    async def _retire_attempt(
-        self, executor: Executor, key: bytes, subject: Subject, deadline: float
-    ) -> bool:
-        tombstone = new_name()
-        while True:
-            there = await executor.run(scripts.peek(key), subject, deadline=deadline)
-            call = scripts.retire(
-                key,
-                incarnation=there.incarnation,
-                new_incarnation=tombstone,
-                tombstone_ttl_s=self._settings.tombstone_ttl_s,
-            )
-            reply = await executor.run(call, subject, deadline=deadline)
-            if reply.code == "OK":
-                return _held(there) or _held(reply)
-
-    async def _delete_attempt(
-        self, executor: Executor, key: bytes, subject: Subject, deadline: float
-    ) -> bool:
-        while True:
-            there = await executor.run(scripts.peek(key), subject, deadline=deadline)
-            call = scripts.delete(key, incarnation=there.incarnation)
-            reply = await executor.run(call, subject, deadline=deadline)
-            if reply.code == "OK" or there.code == "ABSENT":  # what came in between is another attempt
-                return _held(there) or _held(reply)
-
-
-def _held(reply: scripts.Reply) -> bool:
-    """Whether the attempt held anything, by a reply of ``peek``, ``retire`` or ``delete``.
-
-    The first is asked before and is right where a later reply was lost; the others are asked in the step.
-    """
-    return reply.code == "OK" and bool(reply.rest[0])
-
-
-def _distinct(rollout_ids: Iterable[str]) -> list[str]:
-    """Each id once, in the order given.
-
-    Raises:
-        TypeError: a bare string, or no iterable.
-
-    """
-    if isinstance(rollout_ids, str | bytes):
-        raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
-    return list(dict.fromkeys(rollout_ids))
+    def _ender(self) -> Ender:
+        return Ender(self._executors.get(), tombstone_ttl_s=self._settings.tombstone_ttl_s)

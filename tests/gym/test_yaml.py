@@ -29,7 +29,8 @@ def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The configuration as it stands in the document; OmegaConf's containers all the way down."""
     omegaconf = pytest.importorskip("omegaconf", reason="NeMo Gym reads YAML with it")
     monkeypatch.setenv("REDIS_PASSWORD", "secret")
-    (block,) = re.findall(r"```yaml\n(.*?)```", request.param.read_text("utf-8"), flags=re.DOTALL)
+    blocks = re.findall(r"```yaml\n(.*?)```", request.param.read_text("utf-8"), flags=re.DOTALL)
+    (block,) = [block for block in blocks if "RedisTokenSink" in block]
     return omegaconf.OmegaConf.create(block)
 
 

@@ -16,7 +16,8 @@ from gym_capture_redis.subject import Subject
 SETTLE_S = 5.0
 PATIENCE_S = 60.0
 SUBJECT = Subject("r", "c")
-OTHER_STEPS = sorted(set(Step) - {Step.BEGIN, Step.PUT, Step.STAGE, Step.MARK, Step.REFUSE}, key=str)
+KEPT_STEPS = [Step.BEGIN, Step.PUT, Step.STAGE, Step.MARK, Step.REFUSE, Step.RECORD, Step.FAIL]
+OTHER_STEPS = sorted(set(Step) - set(KEPT_STEPS), key=str)
 
 
 class Clock:
@@ -47,7 +48,7 @@ def numbers(steps: RecentSteps, run_id: str = "server") -> list[int]:
     return [step.seq for step in steps.take(run_id, max_steps=1_000, max_bytes=2**30)]
 
 
-@pytest.mark.parametrize("step", [Step.BEGIN, Step.PUT, Step.STAGE, Step.MARK, Step.REFUSE])
+@pytest.mark.parametrize("step", KEPT_STEPS)
 def test_what_adds_to_a_rollout_is_kept_under_its_number(steps: RecentSteps, step: Step) -> None:
     assert steps.note(call(step), SUBJECT, reply(7), asked_at_s=time.monotonic())
     assert numbers(steps) == [7]
