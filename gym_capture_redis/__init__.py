@@ -21,6 +21,7 @@ from gym_capture_redis.errors import (
     InvalidIdentifierError,
     InvalidRecordError,
     RecordTooLargeError,
+    StagedCallMissingError,
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
     UnsupportedFormatError,
@@ -44,6 +45,8 @@ from gym_capture_redis.source import RedisTokenSource
 
 if TYPE_CHECKING:
     from gym_capture_redis.gym.lineage import RedisLineageStore as RedisLineageStore
+    from gym_capture_redis.gym.staging import RedisStagingSink as RedisStagingSink
+    from gym_capture_redis.gym.staging import RedisStagingSource as RedisStagingSource
 
 __version__ = "0.1.0"
 
@@ -65,6 +68,7 @@ __all__ = [
     "RedisTokenSink",
     "RedisTokenSource",
     "Refusal",
+    "StagedCallMissingError",
     "TokenCaptureFrozenError",
     "TokenCaptureRetiredError",
     "TokenCaptureSnapshot",
@@ -85,7 +89,11 @@ __all__ = [
     "set_token_sink",
 ]
 
-_GYM_ONLY = {"RedisLineageStore": "gym_capture_redis.gym.lineage"}
+_GYM_ONLY = {
+    "RedisLineageStore": "gym_capture_redis.gym.lineage",
+    "RedisStagingSink": "gym_capture_redis.gym.staging",
+    "RedisStagingSource": "gym_capture_redis.gym.staging",
+}
 """Names whose import needs NeMo Gym, and the modules that have them."""
 
 if not TYPE_CHECKING:  # else any name would be right

@@ -14,6 +14,9 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 ``b:<name>``   token block, or part of a record, named by 16 bytes
 ``f:<call>``   failure: ``<unix ms> <code>``, and the ids of marks
 =============  =====================================================================
+
+What Gym's inference workers stage for a rollout is a hash of the same form, ``gymcap:{...}:staged``, whose
+records are others.
 """
 
 from __future__ import annotations
@@ -49,6 +52,11 @@ _GYM_ALPHABET = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 def rollout_key(namespace: str, rollout_id: str) -> bytes:
     """Key of the rollout's hash. Both parts must have been validated."""
     return f"gymcap:{{{namespace}/{rollout_id}}}".encode("ascii")
+
+
+def staged_key(namespace: str, rollout_id: str) -> bytes:
+    """Key of the hash of what was staged for the rollout: beside it in its slot, and never mixed with it."""
+    return rollout_key(namespace, rollout_id) + b":staged"
 
 
 def new_name() -> str:

@@ -15,7 +15,7 @@ from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
 from support.stored_state import read_state
 
-from gym_capture_redis import codec, lanes, scripts
+from gym_capture_redis import batches, codec, scripts
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import (
     CaptureError,
@@ -237,7 +237,7 @@ async def test_entries_of_one_call_have_outcomes_of_their_own(backend: Backend, 
     assert not backend.redis.exists(keys["absent"])
 
 
-@pytest.mark.parametrize("count", [1, 2, lanes.MAX_BATCH_CALLS, 500])
+@pytest.mark.parametrize("count", [1, 2, batches.MAX_BATCH_CALLS, 500])
 async def test_any_number_of_steps_may_share_a_script_call(backend: Backend, link: Link, count: int) -> None:
     """With arguments of every length, so that none is taken for a part of another."""
     calls = [
@@ -272,7 +272,7 @@ class ScriptCalls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[tuple[Step, bool, int]] = []
-        monkeypatch.setattr(lanes, "command", self._command)
+        monkeypatch.setattr(batches, "command", self._command)
 
     def _command(self, calls: list[Call], dialect: Dialect, *, by_source: bool) -> Any:
         self.sent.append((calls[0].step, by_source, len(calls)))
