@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 
 from gym_capture_redis.errors import InvalidIdentifierError
 
@@ -32,6 +33,9 @@ FAILURE = b"f:"
 REFUSAL = b"x:"
 PART = b"p:"
 """Kinds of steps, in their traces."""
+
+CALL_ROW = b"c:"
+"""Beginning of the field of a call's row."""
 
 BLOCK = b"b:"
 """Beginning of the field of a token block or a part."""
@@ -92,6 +96,18 @@ def validate_rollout_id(rollout_id: object) -> str:
 
     """
     return _gym_identifier("rollout id", rollout_id, MAX_ROLLOUT_ID_LENGTH)
+
+
+def distinct(rollout_ids: Iterable[str]) -> list[str]:
+    """Each id once, in the order given.
+
+    Raises:
+        TypeError: a bare string, or no iterable.
+
+    """
+    if isinstance(rollout_ids, str | bytes):
+        raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
+    return list(dict.fromkeys(rollout_ids))
 
 
 def validate_call_id(model_call_id: object, *, rollout_id: str, allow_empty: bool = False) -> str:

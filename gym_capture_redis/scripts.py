@@ -431,6 +431,14 @@ def delete(key: bytes, *, incarnation: str) -> Call:
     return Call(Step.DELETE, key, (incarnation,))
 
 
+def held(reply: Reply) -> bool:
+    """Whether the attempt held anything, by a reply of ``peek``, ``retire`` or ``delete``.
+
+    The first is asked before and is right where a later reply was lost; the others are asked in the step.
+    """
+    return reply.code == "OK" and bool(reply.rest[0])
+
+
 def verify(key: bytes, *, new_incarnation: str, incarnation: str, seq: int) -> Call:
     """``lua/verify.lua``."""
     return Call(Step.VERIFY, key, (new_incarnation, incarnation, seq))

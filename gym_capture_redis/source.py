@@ -11,7 +11,7 @@ from gym_capture_redis.codec import EntryType
 from gym_capture_redis.endpoint import Endpoint
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget
-from gym_capture_redis.keys import new_name
+from gym_capture_redis.keys import distinct, new_name
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
 from gym_capture_redis.reading import ManyRollouts, RolloutReader, Room
 from gym_capture_redis.records import TokenEntry
@@ -100,7 +100,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             ValueError: ``max_inflight_bytes`` is no positive integer. Nothing was sent.
 
         """
-        ids = _distinct(rollout_ids)
+        ids = distinct(rollout_ids)
         if max_inflight_bytes is None:
             max_inflight_bytes = self._settings.max_inflight_bytes
         if not isinstance(max_inflight_bytes, int) or max_inflight_bytes < 1:
@@ -174,7 +174,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         return await self._end(rollout_ids, self._delete_attempt)
 
     async def _end(self, rollout_ids: Iterable[str], end_attempt: _EndAttempt) -> dict[str, list[str]]:
-        keys = {rollout_id: self._key(rollout_id) for rollout_id in _distinct(rollout_ids)}
+        keys = {rollout_id: self._key(rollout_id) for rollout_id in distinct(rollout_ids)}
         executor = self._executors.get()
         deadline = executor.deadline()
         ended: dict[str, list[str]] = {"removed": [], "absent": []}
@@ -210,7 +210,7 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             )
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code == "OK":
-                return _held(there) or _held(reply)
+                return scripts.held(there) or scripts.held(reply)
 
     async def _delete_attempt(
         self, executor: Executor, key: bytes, subject: Subject, deadline: float
@@ -220,24 +220,4 @@ class RedisTokenSource(Endpoint[SourceSettings]):
             call = scripts.delete(key, incarnation=there.incarnation)
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code == "OK" or there.code == "ABSENT":  # what came in between is another attempt
-                return _held(there) or _held(reply)
-
-
-def _held(reply: scripts.Reply) -> bool:
-    """Whether the attempt held anything, by a reply of ``peek``, ``retire`` or ``delete``.
-
-    The first is asked before and is right where a later reply was lost; the others are asked in the step.
-    """
-    return reply.code == "OK" and bool(reply.rest[0])
-
-
-def _distinct(rollout_ids: Iterable[str]) -> list[str]:
-    """Each id once, in the order given.
-
-    Raises:
-        TypeError: a bare string, or no iterable.
-
-    """
-    if isinstance(rollout_ids, str | bytes):
-        raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
-    return list(dict.fromkeys(rollout_ids))
+                return scripts.held(there) or scripts.held(reply)

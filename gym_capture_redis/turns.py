@@ -1,8 +1,8 @@
 """Threads take turns at sending what all of them wait for, so that many steps share a round trip.
 
-There is no thread for it. Whoever comes while a turn is free takes it, and sends what waits. Whoever comes later waits until another
-thread has sent its steps with its own, or leaves it the turn. What is sent, and how, is none of this module's
-business.
+There is no thread for it. Whoever comes while a turn is free takes it, and sends what waits. Whoever comes
+later waits until another thread has sent its steps with its own, or leaves it the turn. What is sent, and how,
+is none of this module's business.
 """
 
 from __future__ import annotations
