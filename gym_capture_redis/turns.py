@@ -1,8 +1,8 @@
 """Threads take turns at sending what all of them wait for, so that many steps share a round trip.
 
-There is no thread for it. Whoever comes while a turn is free takes it, and sends what waits. Whoever comes
-later waits until another thread has sent its steps with its own, or leaves it the turn. What is sent, and how,
-is none of this module's business.
+There is no thread for it. Whoever comes while a turn is free takes it and sends what waits. Whoever comes
+later waits until another thread has sent its steps with its own, or leaves it the turn. What is sent and how is
+none of this module's business.
 """
 
 from __future__ import annotations
@@ -70,14 +70,24 @@ class Turns:
             else:
                 self._waiting.append(job)
         if not job.has_turn:
-            job.woken.wait(max(0.0, job.deadline - time.monotonic()))
-            self._leave(job)
+            self._wait(job)
         if job.has_turn:
             self._take_turn(job)
         return job.answers()
 
+    def _wait(self, job: Job) -> None:
+        """Wait until the job was sent or has the turn, or its deadline; the turn may come in the last moment."""
+        try:
+            job.woken.wait(max(0.0, job.deadline - time.monotonic()))
+        except BaseException:  # interrupted
+            self._leave(job)
+            if job.has_turn:
+                with self._lock:
+                    self._pass_on()
+            raise
+        self._leave(job)
+
     def _leave(self, job: Job) -> None:
-        """Wait no more. Whoever was given the turn meanwhile has it all the same."""
         with self._lock:
             if job in self._waiting:
                 self._waiting.remove(job)

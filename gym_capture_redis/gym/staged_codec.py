@@ -59,7 +59,7 @@ _UNREADABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError
 
 
 class EncodedCall(NamedTuple):
-    """A staged call ready to send. ``parts`` are names and contents of its extras and attachments."""
+    """A staged call ready to send. ``parts`` are names and contents of its extras and attachments, each once."""
 
     seal: bytes
     record: bytes
@@ -125,7 +125,7 @@ def encode(
         raise InvalidRecordError(
             f"the call cannot be staged: {_reason_of(error)} ({subject})", **about
         ) from None
-    parts = [*dict([*(extras_parts or ()), *(attachment_parts or ())]).items()]
+    parts = [*(extras_parts or ()), *(attachment_parts or ())]
     nbytes = len(stored) + sum(len(part) for _, part in parts)
     if nbytes > max_record_bytes:
         raise RecordTooLargeError(
@@ -133,7 +133,7 @@ def encode(
             f"{max_record_bytes} ({subject})",
             **about,
         )
-    return subject, EncodedCall(seal, stored, taken.delta_len, parts)
+    return subject, EncodedCall(seal, stored, taken.delta_len, [*dict(parts).items()])
 
 
 def decode(row: bytes, stored: bytes, subject: Subject) -> StagedCall:
