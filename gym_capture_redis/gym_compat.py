@@ -47,8 +47,8 @@ def gym_attribute(module: str, name: str) -> Any | None:
     return getattr(home, name, getattr(package, name, None))
 
 
-def required_attribute(module: str, name: str) -> Any:
-    """``name`` of Gym's submodule ``module``, for what works in Gym only.
+def required_attribute(module: str, name: str, *, since: str = "0.6") -> Any:
+    """``name`` of Gym's submodule ``module``, for what works in Gym only; ``since`` is its first release.
 
     Raises:
         ImportError: Gym is not here, or has no such thing; the message says what to install.
@@ -57,7 +57,7 @@ def required_attribute(module: str, name: str) -> Any:
     found = gym_attribute(module, name)
     if found is None:
         lacks = f"the installed NeMo Gym has no {name}" if gym_package() else "NeMo Gym is not installed"
-        raise ImportError(f"{lacks}; this part of gym-capture-redis needs `pip install 'nemo-gym>=0.6'`")
+        raise ImportError(f"{lacks}; this part of gym-capture-redis needs `pip install 'nemo-gym>={since}'`")
     return found
 
 

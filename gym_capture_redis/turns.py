@@ -1,8 +1,8 @@
 """Threads take turns at sending what all of them wait for, so that many steps share a round trip.
 
 There is no thread for it. Whoever comes while a turn is free takes it and sends what waits. Whoever comes
-later waits until another thread has sent its steps with its own, or leaves it the turn. What is sent and how is
-none of this module's business.
+later waits until another thread has sent its steps with its own, or leaves it the turn. What is sent, and
+how, is none of this module's business.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Turns:
         return job.answers()
 
     def _wait(self, job: Job) -> None:
-        """Wait until the job was sent or has the turn, or its deadline; the turn may come in the last moment."""
+        """Wait until the job was sent, has the turn, or is too late; the turn may come in the last moment."""
         try:
             job.woken.wait(max(0.0, job.deadline - time.monotonic()))
         except BaseException:  # interrupted

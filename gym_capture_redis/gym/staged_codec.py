@@ -39,8 +39,19 @@ from gym_capture_redis.parts import cut_parts
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.taking import reason_of
 
-_StagedCallRecord: Any = gym_compat.required_attribute("staging.records", "StagedCallRecord")
-_StagedCallBaseSnapshot: Any = gym_compat.required_attribute("staging.records", "StagedCallBaseSnapshot")
+
+def of_gym(module: str, name: str) -> Any:
+    """``name`` of a module of Gym's staging.
+
+    Raises:
+        ImportError: Gym is not here, or is older than its staging; the message says what to install.
+
+    """
+    return gym_compat.required_attribute(f"staging.{module}", name, since="0.7")
+
+
+_StagedCallRecord = of_gym("records", "StagedCallRecord")
+_StagedCallBaseSnapshot = of_gym("records", "StagedCallBaseSnapshot")
 
 STAGED_FORMAT = 1
 
@@ -59,7 +70,7 @@ _UNREADABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError
 
 
 class EncodedCall(NamedTuple):
-    """A staged call ready to send. ``parts`` are names and contents of its extras and attachments, each once."""
+    """A staged call ready to send. ``parts``, each once: name and content, of its extras and attachments."""
 
     seal: bytes
     record: bytes

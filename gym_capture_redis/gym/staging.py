@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from gym_capture_redis import gym_compat, scripts
+from gym_capture_redis import scripts
 from gym_capture_redis.attachments import unpack_attachments, unpack_extras
 from gym_capture_redis.block_cache import BlockCache
 from gym_capture_redis.endpoint import raise_refusal
@@ -22,7 +22,7 @@ from gym_capture_redis.errors import (
     StagedCallMissingError,
 )
 from gym_capture_redis.gym.chain_cache import ChainCache, Link
-from gym_capture_redis.gym.staged_codec import EncodedCall, StagedCall, decode, encode
+from gym_capture_redis.gym.staged_codec import EncodedCall, StagedCall, decode, encode, of_gym
 from gym_capture_redis.keys import (
     BLOCK,
     CALL_ROW,
@@ -39,10 +39,10 @@ from gym_capture_redis.settings import ServerSettings, StagingSinkSettings, Stag
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.sync_client import SyncClient
 
-_StageResult: Any = gym_compat.required_attribute("staging.records", "StageResult")
-_staging_key: Any = gym_compat.required_attribute("staging.records", "staging_key")
-_compute_chain_hash: Any = gym_compat.required_attribute("staging.digest", "compute_chain_hash")
-_compute_extras_digest: Any = gym_compat.required_attribute("staging.digest", "compute_extras_digest")
+_StageResult = of_gym("records", "StageResult")
+_staging_key = of_gym("records", "staging_key")
+_compute_chain_hash = of_gym("digest", "compute_chain_hash")
+_compute_extras_digest = of_gym("digest", "compute_extras_digest")
 
 _TRIP_BYTES = 4 * 2**20
 """Of parts in one round trip."""

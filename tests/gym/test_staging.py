@@ -709,7 +709,7 @@ def test_what_many_threads_stage_at_once_shares_script_calls(one_server: RealSer
         sizes.append(len(jobs))
         send(jobs)
 
-    turns._send = watched  # type: ignore[method-assign]
+    turns._send = watched
     one_server.pause()
     with ThreadPoolExecutor(len(records)) as threads:
         staged = [threads.submit(staging.sink.stage, record) for record in records]
@@ -1044,5 +1044,7 @@ def test_without_gym_the_import_says_what_to_install() -> None:
     child = subprocess.run([sys.executable, "-c", WITHOUT_GYM], capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     for line in child.stdout.splitlines():
-        assert line.startswith("NeMo Gym is not installed; this part of gym-capture-redis needs `pip install")
+        assert line == (
+            "NeMo Gym is not installed; this part of gym-capture-redis needs `pip install 'nemo-gym>=0.7'`"
+        )
     assert len(child.stdout.splitlines()) == 2
