@@ -37,7 +37,13 @@ from support.staged_calls import (
     staged_record,
 )
 
-from gym_capture_redis import RedisStagingSink, RedisStagingSource, RedisTokenSink, RedisTokenSource
+from gym_capture_redis import (
+    RedisStagingSink,
+    RedisStagingSource,
+    RedisTokenSink,
+    RedisTokenSource,
+    scripts,
+)
 from gym_capture_redis.batches import MAX_BATCH_CALLS
 from gym_capture_redis.errors import (
     BackendUnavailableError,
@@ -662,6 +668,26 @@ def test_a_batch_with_a_malformed_id_touches_nothing(staging: Staging, how: str)
     assert len(staging.source.fetch(["r/c"])) == 1
 
 
+def test_an_attempt_that_ends_between_two_reads_is_not_mixed_with_the_next(on_valkey: Staging) -> None:
+    first, second = staged_record(call="c0"), staged_record(call="c1")
+    for record in (first, second):
+        on_valkey.sink.stage(record)
+    source = on_valkey.new_source(chunk_bytes=1)
+    run, reads = source._client.run_joined, []
+
+    def begun_anew_after_the_third(calls: Any, subject: Any, *, deadline: float) -> Any:
+        reads.append(calls)
+        if len(reads) == 3:
+            on_valkey.source.delete(["r"])
+            on_valkey.sink.stage(staged_record(call="c1", ids=[1, 2]))
+        return run(calls, subject, deadline=deadline)
+
+    source._client.run_joined = begun_anew_after_the_third  # type: ignore[method-assign]
+    with pytest.raises(StagedCallMissingError, match="'r/c0'"):
+        source.fetch(["r/c0", "r/c1"])
+    assert len(reads) == 3
+
+
 def test_a_late_duplicate_of_a_delete_does_not_touch_the_next_attempt(on_valkey: Staging) -> None:
     on_valkey.sink.stage(staged_record())
     watched = Watched(on_valkey.source)
@@ -674,6 +700,28 @@ def test_a_late_duplicate_of_a_delete_does_not_touch_the_next_attempt(on_valkey:
     )
     assert reply.code == "CHANGED"
     assert len(on_valkey.source.fetch(["r/c"])) == 1
+
+
+def test_a_read_of_another_attempt_is_told_and_changes_nothing(
+    place: Place, staging: Staging, namespace: str
+) -> None:
+    staging.sink.stage(staged_record(), attachments=ATTACHMENTS)
+    key = staged_key(namespace, "r")
+    before: Any = place.redis.hgetall(key)
+    client = staging.source._client
+    for incarnation, key_of, code in (
+        ("", key, "OK"),
+        ("another", key, "RETIRED"),
+        ("", staged_key(namespace, "no"), "ABSENT"),
+    ):
+        call = scripts.fields(
+            key_of, [b"c:c", b"no", b"r:c"], incarnation=incarnation, max_bytes=MIB, reply_bytes=1
+        )
+        (reply,) = client.run_joined([call], Subject("r"), deadline=client.deadline())
+        assert reply.code == code
+        if code == "OK":
+            assert reply.rest[0] == [before[b"c:c"], None, before[b"r:c"]]
+    assert place.redis.hgetall(key) == before
 
 
 # Threads and processes
@@ -953,6 +1001,19 @@ def test_every_damaged_field_is_noticed(place: Place, staging: Staging, namespac
                 read_all()
         place.redis.hset(key, name, value)
     read_all()
+
+
+def test_extras_are_compared_with_the_digest_of_gym(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gym_capture_redis.gym import staging as module
+
+    staging.sink.stage(staged_record(extras={"x": 1}))
+    staging.sink.stage(staged_record(call="none"))
+    assert staging.source.fetch_extras("r/none") is None
+    monkeypatch.setattr(module, "unpack_extras", lambda _: {"x": 2})
+    with pytest.raises(CorruptRecordError, match="extras do not match their digest.*call 'c' of rollout r"):
+        staging.source.fetch_extras("r/c")
 
 
 def test_a_record_of_another_call_is_noticed(place: Place, staging: Staging, namespace: str) -> None:

@@ -161,6 +161,9 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
     ),
     Step.INDEX: lambda key, _: scripts.index(key, incarnation=INCARNATION, from_seq=1, max_bytes=1),
     Step.BLOCKS: lambda key, _: scripts.blocks(key, incarnation=INCARNATION, known=[], ends=[]),
+    Step.FIELDS: lambda key, _: scripts.fields(
+        key, [b"c:c"], incarnation=INCARNATION, max_bytes=1, reply_bytes=1
+    ),
 }
 
 
@@ -189,7 +192,7 @@ async def test_a_damaged_rollout_among_good_ones_answers_for_itself_alone(
     left = [backend.redis.hget(backend.key(rollout).decode(), "s") for rollout in good]
     assert len(set(left)) == 1
     assert (left[0] is None) == (step is Step.DELETE)
-    if step not in (Step.JOIN, Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS, Step.DELETE):
+    if step not in (Step.JOIN, Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS, Step.FIELDS, Step.DELETE):
         assert read_state(backend.redis, backend.key("good0")) != untouched
 
 
