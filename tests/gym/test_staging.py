@@ -622,6 +622,19 @@ def test_what_another_attempt_has_staged_is_not_taken_for_what_is_remembered(sta
         staging.source.delete(["r"])
 
 
+def test_a_link_that_is_remembered_follows_no_other_link_than_its_own(staging: Staging) -> None:
+    old, new = list(staged_chain("r", 2)), list(staged_chain("r", 2, seed=100))
+    for record in old:
+        staging.sink.stage(record)
+    assert staging.source.resolve_prefix(chain_admission(old)) == ids_of(old)
+    staging.source.delete(["r"])
+    staging.sink.stage(new[0])
+    # Only its end is left in the cache, and is the end that is admitted.
+    del staging.source._chains._own.links["r/c0"]
+    with pytest.raises(StagedCallMissingError, match="'r/c1'"):
+        staging.source.resolve_prefix(chain_admission(old))
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"parent_chain_hash": "0" * 64}, {"prev_len": 7}, {"staging_chain": ["r/c0", "r/c2"]}],
@@ -1012,7 +1025,7 @@ def test_extras_are_compared_with_the_digest_of_gym(
     staging.sink.stage(staged_record(call="none"))
     assert staging.source.fetch_extras("r/none") is None
     monkeypatch.setattr(module, "unpack_extras", lambda _: {"x": 2})
-    with pytest.raises(CorruptRecordError, match="extras do not match their digest.*call 'c' of rollout r"):
+    with pytest.raises(CorruptRecordError, match=r"extras do not match their digest.*call 'c' of rollout r"):
         staging.source.fetch_extras("r/c")
 
 
