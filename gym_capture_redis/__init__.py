@@ -21,6 +21,7 @@ from gym_capture_redis.errors import (
     InvalidIdentifierError,
     InvalidRecordError,
     RecordTooLargeError,
+    StagedCallMissingError,
     TokenCaptureFrozenError,
     TokenCaptureRetiredError,
     UnsupportedFormatError,
@@ -46,6 +47,8 @@ from gym_capture_redis.source_factory import token_source_factory
 if TYPE_CHECKING:
     from gym_capture_redis.gym.ledger import RedisCaptureLedger as RedisCaptureLedger
     from gym_capture_redis.gym.lineage import RedisLineageStore as RedisLineageStore
+    from gym_capture_redis.gym.staging import RedisStagingSink as RedisStagingSink
+    from gym_capture_redis.gym.staging import RedisStagingSource as RedisStagingSource
 
 __version__ = "0.1.0"
 
@@ -67,6 +70,7 @@ __all__ = [
     "RedisTokenSink",
     "RedisTokenSource",
     "Refusal",
+    "StagedCallMissingError",
     "TokenCaptureFrozenError",
     "TokenCaptureRetiredError",
     "TokenCaptureSnapshot",
@@ -91,6 +95,8 @@ __all__ = [
 _GYM_ONLY = {
     "RedisCaptureLedger": "gym_capture_redis.gym.ledger",
     "RedisLineageStore": "gym_capture_redis.gym.lineage",
+    "RedisStagingSink": "gym_capture_redis.gym.staging",
+    "RedisStagingSource": "gym_capture_redis.gym.staging",
 }
 """Names whose import needs NeMo Gym, and the modules that have them."""
 

@@ -70,6 +70,13 @@ class BlockCache:
             rollout = contents.rollouts.get(rollout_id)
             return rollout.sequences if rollout else ()
 
+    def incarnation(self, rollout_id: str) -> str:
+        """The attempt that was learned of last, or an empty string."""
+        contents = self._contents()
+        with contents.lock:
+            rollout = contents.rollouts.get(rollout_id)
+            return rollout.incarnation if rollout else ""
+
     def first_unknown(self, rollout_id: str, incarnation: str, sequence: TokenSequence) -> int:
         """Number of the first block of ``sequence`` that is not known to be stored in this attempt."""
         contents = self._contents()

@@ -198,7 +198,7 @@ def encode_taken(
         )
         record = content.packed()
         digest = content.digest(rollout_id, model_call_id)
-        seal = _sealed(rollout_id, model_call_id, digest, record)
+        seal = sealed(rollout_id, model_call_id, digest, record)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({name_of(subject)})", **subject) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -223,7 +223,7 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
 
     """
     about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
-    if _sealed(rollout_id, model_call_id, seal[:DIGEST_BYTES], record) != seal:
+    if sealed(rollout_id, model_call_id, seal[:DIGEST_BYTES], record) != seal:
         raise CorruptRecordError(f"the stored record does not match its digest ({name_of(about)})", **about)
     try:
         content = _Content.unpacked(record)
@@ -319,7 +319,8 @@ def _put_together(experts: list[Any] | None, parts: PartStore) -> list[Any] | No
     return [*experts[:-1], parts.joined(experts[-1])]
 
 
-def _sealed(rollout_id: str, model_call_id: str, digest: bytes, record: bytes) -> bytes:
+def sealed(rollout_id: str, model_call_id: str, digest: bytes, record: bytes) -> bytes:
+    """The digest of a content, and the check of the bytes that are stored of it."""
     name: bytes = msgpack.packb([rollout_id, model_call_id])
     return digest + hashlib.blake2b(name + digest + record, digest_size=CHECK_BYTES).digest()
 

@@ -9,6 +9,7 @@
     ├── InvalidIdentifierError     ValueError    a rollout id, call id or namespace is malformed
     ├── InvalidRecordError         ValueError    a record that no reader could load again
     │   └── RecordTooLargeError                  a record above ``max_record_bytes``
+    ├── StagedCallMissingError     KeyError      nothing is staged under this key
     ├── CorruptRecordError                       what Redis holds is not what was written
     ├── UnsupportedFormatError                   what Redis holds was written by a newer version
     ├── BackendUnavailableError                  Redis did not answer, or refused, within the deadline
@@ -61,6 +62,21 @@ class InvalidRecordError(CaptureError, ValueError):
 
 class RecordTooLargeError(InvalidRecordError):
     """The encoded record exceeds ``max_record_bytes``. Nothing was sent."""
+
+
+class StagedCallMissingError(CaptureError, KeyError):
+    """Nothing is staged under a key: it never was, the server forgot it, or its rollout was removed.
+
+    ``staging_key`` is the first such key among those asked for.
+    """
+
+    def __init__(self, message: str, *, staging_key: str, rollout_id: str | None = None) -> None:
+        super().__init__(message, rollout_id=rollout_id)
+        self.staging_key = staging_key
+
+    def __str__(self) -> str:
+        """The message; a KeyError would show its repr."""
+        return str(self.args[0])
 
 
 class CorruptRecordError(CaptureError):

@@ -17,6 +17,9 @@ rollout in one cluster slot. The fields are named by prefix (docs/wire-format.md
 
 The rows of a capture ledger are a hash of their own, ``gymcap:{<namespace>/<rollout_id>}:ledger``. Its fields
 ``s``, ``o:<seq>`` and ``f:<call>`` mean the same; ``r:<call>`` is a row, and ``x:<call>`` why a call failed.
+
+What Gym's inference workers stage for a rollout is a hash of the same form, ``gymcap:{...}:staged``, whose
+records are others.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ FAILURE = b"f:"
 REFUSAL = b"x:"
 PART = b"p:"
 """Kinds of steps, in their traces."""
+
+CALL_ROW = b"c:"
+"""Beginning of the field of a call's row."""
 
 BLOCK = b"b:"
 """Beginning of the field of a token block or a part."""
@@ -59,6 +65,11 @@ def rollout_key(namespace: str, rollout_id: str) -> bytes:
 def ledger_key(namespace: str, rollout_id: str) -> bytes:
     """Key of the hash with the rollout's ledger rows (``gym/ledger_rows.py``), in the rollout's own slot."""
     return rollout_key(namespace, rollout_id) + b":ledger"
+
+
+def staged_key(namespace: str, rollout_id: str) -> bytes:
+    """Key of the hash of what was staged for the rollout: beside it in its slot, and never mixed with it."""
+    return rollout_key(namespace, rollout_id) + b":staged"
 
 
 def new_name() -> str:

@@ -11,28 +11,29 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
 
+from gym_capture_redis.batches import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_CALLS,
+    answers_of,
+    commands_of,
+    grouped,
+)
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError, is_unknown_script
 from gym_capture_redis.retry import attempt_s
-from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step, command, read_replies
+from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import ConnectionSettings
 
-MAX_BATCH_CALLS = 64
-MAX_BATCH_BYTES = 2**20
 MIN_SHARE_CALLS = 8
-MAX_JOINED_BYTES = 2**18
-"""A larger step is a script call of its own: joining it would save nothing and hold the server longer."""
 
 _CONFIRM_S = 1.0
 """How long steps that are put back wait for their copies."""
 
-_ASKING = ("ASKING",)
 _NOTHING = Call(Step.PEEK, b"", ())
 
 OpenLink = Callable[[], Awaitable[Link]]
@@ -203,12 +204,11 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: fl
     if left_s > 0:
         _fail([job for job in batch if job.call.step.needs_settled_server], NotSettledError(left_s))
     # While the connection was made some callers may have left, and their steps with them.
-    groups = _groups([job for job in batch if not job.reply.done()], one_key=one_key)
-    commands = [words for group in groups for words in _commands(group, link.dialect)]
+    groups = grouped([job for job in batch if not job.reply.done()], one_key=one_key)
+    commands = [words for group in groups for words in commands_of(group, link.dialect)]
     writes = any(group[0].call.step.writes for group in groups)
     answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s if writes else None)
-    answers = [answer for words, answer in zip(commands, answers, strict=True) if words != _ASKING]
-    for group, answer in zip(groups, _read(link, groups, answers), strict=True):
+    for group, answer in zip(groups, answers_of(groups, commands, answers, link.run_id), strict=True):
         if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):
             _fail(group, NotConfirmedError())
         else:
@@ -231,36 +231,6 @@ async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[
     finally:
         outcomes = [_outcome(job.reply) for job in jobs]
     return outcomes
-
-
-def _groups(batch: Sequence[Job], *, one_key: bool) -> list[list[Job]]:
-    """The jobs that one script call can hold: the same short step, each in the order they came."""
-    groups: dict[object, list[Job]] = {}
-    for number, job in enumerate(batch):
-        joins = job.call.step.is_short and job.call.nbytes <= MAX_JOINED_BYTES
-        alike = (job.call.step, job.call.healing, job.by_source, job.asking, job.call.key if one_key else b"")
-        groups.setdefault(alike if joins else number, []).append(job)
-    return list(groups.values())
-
-
-def _commands(group: Sequence[Job], dialect: Dialect) -> list[tuple[Argument, ...]]:
-    """One script call for a group, behind the word that a node needs which is still getting the slot."""
-    script_call = command([job.call for job in group], dialect, by_source=group[0].by_source)
-    return [_ASKING, script_call] if group[0].asking else [script_call]
-
-
-def _read(
-    link: Link, groups: Sequence[Sequence[Job]], answers: Sequence[Any]
-) -> list[Exception | list[Reply | ResponseError]]:
-    try:
-        return [
-            answer
-            if isinstance(answer, Exception)
-            else read_replies(answer, count=len(group), run_id=link.run_id)
-            for group, answer in zip(groups, answers, strict=True)
-        ]
-    except ValueError:
-        raise InvalidResponse("a reply has a form that no step gives") from None
 
 
 def _answer(group: Sequence[Job], answer: Exception | list[Reply | ResponseError]) -> None:

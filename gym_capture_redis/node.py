@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from gym_capture_redis.lanes import MAX_JOINED_BYTES, Lanes, OpenLink
+from gym_capture_redis.batches import MAX_JOINED_BYTES
+from gym_capture_redis.lanes import Lanes, OpenLink
 from gym_capture_redis.scripts import Call, Reply
 from gym_capture_redis.settings import ConnectionSettings
 

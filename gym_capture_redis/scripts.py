@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from redis.exceptions import ResponseError
 
-from gym_capture_redis.blocks import NAME_BYTES
+from gym_capture_redis.blocks import NAME_BYTES, ROOT
 from gym_capture_redis.codec import EncodedRecord
 from gym_capture_redis.keys import BLOCK, RECORDED, new_name, refusal_row
 
@@ -64,6 +64,7 @@ class Step(Enum):
     RECORD = ("record", "")
     FAIL = ("fail", "allow-oom")
     ROWS = ("rows", "allow-oom")
+    FIELDS = ("fields", "allow-oom")
 
     @cache
     def source(self, dialect: Dialect, *, healing: bool = False) -> bytes:
@@ -90,7 +91,7 @@ class Step(Enum):
     @property
     def writes(self) -> bool:
         """Whether it may change something."""
-        return self not in (Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS)
+        return self not in (Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS)
 
     @property
     def needs_settled_server(self) -> bool:
@@ -100,7 +101,7 @@ class Step(Enum):
     @property
     def is_short(self) -> bool:
         """Whether one call of the script may hold many of these steps: their work is small and bounded."""
-        return self not in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS)
+        return self not in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS)
 
     @cache
     def sha1(self, dialect: Dialect, *, healing: bool = False) -> str:
@@ -385,6 +386,21 @@ def put(key: bytes, encoded: EncodedRecord, *, incarnation: str, first_block: in
     )
 
 
+def put_staged(
+    key: bytes,
+    model_call_id: str,
+    *,
+    seal: bytes,
+    record: bytes,
+    ids: int,
+    part_names: Sequence[bytes],
+    incarnation: str,
+) -> Call:
+    """``lua/put.lua``, for a record that has no blocks."""
+    args = (incarnation, model_call_id, RECORDED + seal, record, ids, ROOT, b"".join(part_names), b"")
+    return Call(Step.PUT, key, args)
+
+
 def stage(key: bytes, name: bytes, part: bytes, *, incarnation: str) -> Call:
     """``lua/stage.lua``."""
     return Call(Step.STAGE, key, (incarnation, name, part))
@@ -486,3 +502,8 @@ def index(key: bytes, *, incarnation: str, from_seq: int, max_bytes: int) -> Cal
 def blocks(key: bytes, *, incarnation: str, known: Sequence[bytes], ends: Sequence[bytes]) -> Call:
     """``lua/blocks.lua``."""
     return Call(Step.BLOCKS, key, (incarnation, b"".join(known), b"".join(ends)))
+
+
+def fields(key: bytes, names: Sequence[bytes], *, incarnation: str, max_bytes: int, reply_bytes: int) -> Call:
+    """``lua/fields.lua``; ``reply_bytes`` is what it is expected to bring."""
+    return Call(Step.FIELDS, key, (incarnation, max_bytes, *names), reply_bytes=reply_bytes)

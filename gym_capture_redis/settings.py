@@ -192,6 +192,28 @@ class LedgerSettings(WriterSettings):
     """How long a retired rollout drops late rows; longer than any writer's deadline."""
 
 
+class StagingSinkSettings(ServerSettings):
+    """Settings of ``RedisStagingSink``."""
+
+    max_record_bytes: Bytes = Field(default=256 * 2**20, le=500 * 2**20)
+    """Largest encoded record with its extras and attachments."""
+    part_cache_bytes: int = Field(default=16 * 2**20, ge=0)
+    """Memory for the names of stored parts of the newest rollouts, which spares sending equal ones again."""
+
+
+class StagingSourceSettings(ServerSettings):
+    """Settings of ``RedisStagingSource``."""
+
+    timeout_s: Seconds = 120.0
+    """Deadline of every call, all that it reads included."""
+    chunk_bytes: Bytes = 2**20
+    """Records and parts are read in replies of about this size; a larger one comes alone."""
+    prefix_cache_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Memory for the tokens of the newest chains, which spares reading what the next ones begin with."""
+    tombstone_ttl_s: TombstoneSeconds = 86_400
+    """How long a retired rollout refuses late stagings; longer than any worker's deadline."""
+
+
 def resolved_url(url: str | None) -> str:
     """``url``, or for None the one that this process's environment names.
 

@@ -10,25 +10,25 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from redis import exceptions as redis_errors
 
+from gym_capture_redis.batches import answers_of, commands_of, grouped
 from gym_capture_redis.connection import EmbeddedLease
 from gym_capture_redis.failures import Failures
 from gym_capture_redis.faults import NotConfirmedError, is_transient, is_unknown_script
 from gym_capture_redis.retry import Backoff, attempt_s
-from gym_capture_redis.scripts import Argument, Call, Reply, again, command, read_replies
+from gym_capture_redis.scripts import Call, Reply, again
 from gym_capture_redis.sentinels import Sentinels
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.slots import SlotMap
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.sync_link import SyncLink, follow, within
-
-_ASKING: tuple[Argument, ...] = ("ASKING",)
+from gym_capture_redis.turns import Job, Sent, Turns, in_order
 
 
 class SyncClient:
@@ -53,13 +53,24 @@ class SyncClient:
             CaptureError: what the server's refusal means (see ``faults.final_error``).
 
         """
+        (reply,) = self._answered([call], subject, deadline, _Node.run_alone)
+        return reply
+
+    def run_joined(self, calls: Sequence[Call], subject: Subject, *, deadline: float) -> list[Reply]:
+        """Run steps on one rollout, in this order but parts first, in a round trip that other threads share.
+
+        All of them are sent again until all are answered; raises what ``run`` does.
+        """
+        return self._answered(calls, subject, deadline, _Node.run_joined)
+
+    def _answered(self, calls: Sequence[Call], subject: Subject, deadline: float, run: _Run) -> list[Reply]:
         by_source, redirected, backoff = False, None, Backoff()
         while True:
             servers, node = self._of_this_process(), None  # others once the client was closed
             try:
-                node = redirected or servers.node_of(call.key, deadline)
-                asking = redirected is not None
-                return node.run(call, by_source=by_source, asking=asking, deadline=deadline)
+                node = redirected or servers.node_of(calls[0].key, deadline)
+                job = Job(calls, by_source=by_source, asking=redirected is not None, deadline=deadline)
+                return _replies(run(node, job))
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
                 if is_unknown_script(error) and not by_source:
                     by_source = True
@@ -73,7 +84,7 @@ class SyncClient:
                     last = backoff.last if cut_short and backoff.last else error
                     raise self._failures.no_answer(subject, last) from last
                 redirected = servers.learn(error, node) if node is not None else None
-                pause_s, call = backoff.after(error), again(call)
+                pause_s, calls = backoff.after(error), [again(call) for call in calls]
             time.sleep(min(pause_s, left_s))
 
     def close(self) -> None:
@@ -115,38 +126,56 @@ class _Servers(Protocol):
 class _Node:
     """A server, and the connections to it that are free."""
 
-    def __init__(self, settings: ServerSettings, find: Callable[[float], Address | str]) -> None:
+    def __init__(
+        self, settings: ServerSettings, find: Callable[[float], Address | str], *, one_key: bool = False
+    ) -> None:
         self._settings = settings
         self._find = find
+        self._one_key = one_key
+        self._turns = Turns(settings.connections, self._send)
         self._lock = threading.Lock()
         self._free: list[SyncLink] = []
         self._closed = False
 
-    def run(self, call: Call, *, by_source: bool, asking: bool, deadline: float) -> Reply:
-        """Run one step once, over a connection that nobody else uses meanwhile."""
-        left_s = deadline - time.monotonic()
-        try_s = attempt_s(left_s, timeout_s=self._settings.timeout_s, nbytes=call.nbytes)
+    def run_alone(self, job: Job) -> list[Reply | Exception]:
+        """Run steps once, over a connection that nobody else uses meanwhile."""
+        self._send([job])
+        return job.answers()
+
+    def run_joined(self, job: Job) -> list[Reply | Exception]:
+        """Run steps once, with those of other threads that wait."""
+        return self._turns.run(job)
+
+    def _send(self, jobs: Sequence[Job]) -> None:
+        try:
+            self._exchange(jobs)
+        except Exception as error:  # noqa: BLE001 - it belongs to each of the callers
+            for job in jobs:
+                job.fail(error)
+
+    def _exchange(self, jobs: Sequence[Job]) -> None:
+        """Send the steps of all jobs as one pipeline, within the deadline of the first."""
+        left_s = jobs[0].deadline - time.monotonic()
+        nbytes = sum(step.call.nbytes for job in jobs for step in job.steps)
+        try_s = attempt_s(left_s, timeout_s=self._settings.timeout_s, nbytes=nbytes)
         try_until = time.monotonic() + try_s
         link = self._take() or within(try_until, partial(self._open, try_until), undo=SyncLink.close)
         try:
-            words = command([call], link.dialect, by_source=by_source)
+            groups = grouped(in_order(jobs), one_key=self._one_key)
+            commands = [words for group in groups for words in commands_of(group, link.dialect)]
+            writes = any(group[0].call.step.writes for group in groups)
             answers, confirmed = link.pipeline(
-                [_ASKING, words] if asking else [words],
-                deadline=try_until,
-                confirm_s=try_s / 2 if call.step.writes else None,
+                commands, deadline=try_until, confirm_s=try_s / 2 if writes else None
             )
-            reply = _read(answers[-1], link.run_id)
+            read = answers_of(groups, commands, answers, link.run_id)
+            for group, answer in zip(groups, read, strict=True):
+                _answer(group, answer, confirmed=confirmed)
         except BaseException:
             # Replies may still be under way on it, and those that lead to the same server fare no better.
             link.close()
             self.forget_links()
             raise
         self._give_back(link)
-        if isinstance(reply, Exception):
-            raise reply
-        if not confirmed:
-            raise NotConfirmedError
-        return reply
 
     def forget_links(self) -> None:
         """Close the free connections."""
@@ -235,7 +264,7 @@ class _Cluster:
             node.close()
 
     def _node(self, address: Address) -> _Node:
-        new = _Node(self._settings, lambda _: address)
+        new = _Node(self._settings, lambda _: address, one_key=True)
         return self._nodes.get(address) or self._nodes.setdefault(address, new)
 
     def _found(self, key: bytes, deadline: float) -> Address:
@@ -261,8 +290,23 @@ def _new_servers(settings: ServerSettings) -> _Servers:
     return _Cluster(settings) if settings.url.topology == "cluster" else _OneServer(settings)
 
 
-def _read(answer: object, run_id: str) -> Reply | Exception:
-    """The reply of a step; an error of its own as an exception, after which the connection is still good.
+_Run = Callable[[_Node, Job], list[Reply | Exception]]
+
+
+def _replies(answers: Sequence[Reply | Exception]) -> list[Reply]:
+    """All replies; the first error is raised, after which the connection is still good."""
+    replies = []
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+        replies.append(answer)
+    return replies
+
+
+def _answer(
+    group: Sequence[Sent], answer: Exception | Sequence[Reply | Exception], *, confirmed: bool
+) -> None:
+    """Give each step of a script call its answer.
 
     Raises:
         redis.exceptions.RedisError: the connection is of no more use.
@@ -270,10 +314,7 @@ def _read(answer: object, run_id: str) -> Reply | Exception:
     """
     if isinstance(answer, redis_errors.ReadOnlyError):  # no primary any more
         raise answer
-    if isinstance(answer, Exception):
-        return answer
-    try:
-        (reply,) = read_replies(answer, count=1, run_id=run_id)
-    except ValueError:
-        raise redis_errors.InvalidResponse("a reply has a form that no step gives") from None
-    return reply
+    answers = [answer] * len(group) if isinstance(answer, Exception) else answer
+    for step, each in zip(group, answers, strict=True):
+        unconfirmed = not confirmed and step.call.step.writes and not isinstance(each, Exception)
+        step.answer = NotConfirmedError() if unconfirmed else each

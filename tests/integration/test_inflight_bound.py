@@ -13,7 +13,7 @@ from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import codec, lanes, retry, scripts, taking
+from gym_capture_redis import batches, codec, retry, scripts, taking
 from gym_capture_redis.errors import BackendUnavailableError, InvalidRecordError, TokenCaptureRetiredError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import Hold
@@ -69,7 +69,7 @@ class Bench:
 
     async def warm_up(self) -> None:
         """Let the server know the scripts, and the lanes their connections."""
-        calls = [self.sink.begin_call("warm", f"c{number}") for number in range(2 * lanes.MAX_BATCH_CALLS)]
+        calls = [self.sink.begin_call("warm", f"c{number}") for number in range(2 * batches.MAX_BATCH_CALLS)]
         await asyncio.gather(*calls)
         await self.sink.mark_incomplete("warm")
         await self.sink.put(sample_entry("warm", "c0", routed_experts=None))
@@ -439,7 +439,7 @@ async def batched(
 
     async with bench.sink:
         await bench.warm_up()
-        monkeypatch.setattr(lanes, "command", command)
+        monkeypatch.setattr(batches, "command", command)
         yield bench, sent, cancel_when_sent
 
 

@@ -15,7 +15,7 @@ from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
 from support.stored_state import read_state
 
-from gym_capture_redis import codec, lanes, scripts
+from gym_capture_redis import batches, codec, scripts
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import (
     CaptureError,
@@ -166,6 +166,9 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
         key, "d", b"a reason", new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION
     ),
     Step.ROWS: lambda key, _: scripts.rows(key, incarnation=INCARNATION, from_seq=1, max_bytes=1),
+    Step.FIELDS: lambda key, _: scripts.fields(
+        key, [b"c:c"], incarnation=INCARNATION, max_bytes=1, reply_bytes=1
+    ),
 }
 
 
@@ -194,7 +197,16 @@ async def test_a_damaged_rollout_among_good_ones_answers_for_itself_alone(
     left = [backend.redis.hget(backend.key(rollout).decode(), "s") for rollout in good]
     assert len(set(left)) == 1
     assert (left[0] is None) == (step is Step.DELETE)
-    if step not in (Step.JOIN, Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.DELETE):
+    if step not in (
+        Step.JOIN,
+        Step.PEEK,
+        Step.READ,
+        Step.INDEX,
+        Step.BLOCKS,
+        Step.ROWS,
+        Step.FIELDS,
+        Step.DELETE,
+    ):
         assert read_state(backend.redis, backend.key("good0")) != untouched
 
 
@@ -242,7 +254,7 @@ async def test_entries_of_one_call_have_outcomes_of_their_own(backend: Backend, 
     assert not backend.redis.exists(keys["absent"])
 
 
-@pytest.mark.parametrize("count", [1, 2, lanes.MAX_BATCH_CALLS, 500])
+@pytest.mark.parametrize("count", [1, 2, batches.MAX_BATCH_CALLS, 500])
 async def test_any_number_of_steps_may_share_a_script_call(backend: Backend, link: Link, count: int) -> None:
     """With arguments of every length, so that none is taken for a part of another."""
     calls = [
@@ -277,7 +289,7 @@ class ScriptCalls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[tuple[Step, bool, int]] = []
-        monkeypatch.setattr(lanes, "command", self._command)
+        monkeypatch.setattr(batches, "command", self._command)
 
     def _command(self, calls: list[Call], dialect: Dialect, *, by_source: bool) -> Any:
         self.sent.append((calls[0].step, by_source, len(calls)))

@@ -73,6 +73,16 @@ def converse_from_a_process(make_sink: Callable[[], Any], rollout: str, worker: 
     return os.getpid()
 
 
+def stage_from_a_process(make_sink: Callable[[], Any], rollout: str, worker: str, calls: int) -> int:
+    """Target of a spawned process: one staging sink, one rollout."""
+    from support.staged_calls import staged_record
+
+    with make_sink() as sink:
+        for number in range(calls):
+            sink.stage(staged_record(rollout, f"{worker}.{number}"), attachments={"pid": os.getpid()})
+    return os.getpid()
+
+
 def fork_and_go_on(url: str, namespace: str) -> None:
     """Use a sink and a source, fork, and go on in parent and child at once, with the same objects."""
     from gym_capture_redis.sink import RedisTokenSink

@@ -685,7 +685,7 @@ other_shapes = st.recursive(
 def resealed(encoded: codec.EncodedRecord, record: bytes) -> bytes:
     """A seal that fits other bytes, as only this package can make it."""
     digest = encoded.seal[: codec.DIGEST_BYTES]
-    return codec._sealed(encoded.rollout_id, encoded.model_call_id, digest, record)
+    return codec.sealed(encoded.rollout_id, encoded.model_call_id, digest, record)
 
 
 def error_or_none(record: bytes, seal: bytes, encoded: codec.EncodedRecord) -> Any:

@@ -12,17 +12,10 @@ import pytest
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
 
+from gym_capture_redis.batches import MAX_BATCH_BYTES, MAX_BATCH_CALLS, MAX_JOINED_BYTES, grouped
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.faults import NotSettledError
-from gym_capture_redis.lanes import (
-    MAX_BATCH_BYTES,
-    MAX_BATCH_CALLS,
-    MAX_JOINED_BYTES,
-    MIN_SHARE_CALLS,
-    Job,
-    Lanes,
-    _groups,
-)
+from gym_capture_redis.lanes import MIN_SHARE_CALLS, Job, Lanes
 from gym_capture_redis.scripts import Call, Dialect, Reply, Step, delete, peek
 from gym_capture_redis.settings import SinkSettings
 
@@ -203,49 +196,49 @@ async def test_calls_of_one_step_join_in_the_order_they_came() -> None:
     jobs = [
         job(call) for call in (peek(b"1"), put_of(5), peek(b"2"), delete(b"3", incarnation=""), peek(b"1"))
     ]
-    peeks, puts, deletes = _groups(jobs, one_key=False)
+    peeks, puts, deletes = grouped(jobs, one_key=False)
     assert (peeks, puts, deletes) == ([jobs[0], jobs[2], jobs[4]], [jobs[1]], [jobs[3]])
 
 
 @pytest.mark.parametrize("step", Step)
 async def test_every_step_joins_others_of_its_kind_unless_it_may_take_long(step: Step) -> None:
     jobs = [job(Call(step, b"%d" % number, ())) for number in range(3)]
-    alone = step in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS)
-    assert _groups(jobs, one_key=False) == ([[each] for each in jobs] if alone else [jobs])
+    alone = step in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS)
+    assert grouped(jobs, one_key=False) == ([[each] for each in jobs] if alone else [jobs])
 
 
 async def test_a_large_call_is_alone_and_those_around_it_join() -> None:
     sizes = (1, MAX_JOINED_BYTES + 1, MAX_JOINED_BYTES, 2 * MAX_JOINED_BYTES, 2)
     jobs = [job(put_of(size)) for size in sizes]
-    assert _groups(jobs, one_key=False) == [[jobs[0], jobs[2], jobs[4]], [jobs[1]], [jobs[3]]]
+    assert grouped(jobs, one_key=False) == [[jobs[0], jobs[2], jobs[4]], [jobs[1]], [jobs[3]]]
 
 
 async def test_calls_sent_by_source_join_each_other_only() -> None:
     jobs = [job(peek(b"%d" % number), by_source=number % 2 == 1) for number in range(5)]
-    assert _groups(jobs, one_key=False) == [[jobs[0], jobs[2], jobs[4]], [jobs[1], jobs[3]]]
+    assert grouped(jobs, one_key=False) == [[jobs[0], jobs[2], jobs[4]], [jobs[1], jobs[3]]]
 
 
 async def test_in_a_cluster_a_script_call_holds_one_rollout() -> None:
     jobs = [job(peek(key)) for key in (b"1", b"2", b"1")]
-    assert _groups(jobs, one_key=True) == [[jobs[0], jobs[2]], [jobs[1]]]
+    assert grouped(jobs, one_key=True) == [[jobs[0], jobs[2]], [jobs[1]]]
 
 
 async def test_what_asks_a_node_that_is_getting_the_slot_joins_nothing_else() -> None:
     jobs = [job(peek(b"1"), asking=asking) for asking in (False, True, False)]
-    assert _groups(jobs, one_key=True) == [[jobs[0], jobs[2]], [jobs[1]]]
+    assert grouped(jobs, one_key=True) == [[jobs[0], jobs[2]], [jobs[1]]]
 
 
 async def test_no_job_is_in_two_groups_or_in_none() -> None:
     steps = random.Random(3).choices([Step.PUT, Step.BEGIN, Step.FREEZE, Step.READ, Step.MARK], k=64)
     jobs = [job(Call(step, b"%d" % number, ())) for number, step in enumerate(steps)]
-    groups = _groups(jobs, one_key=False)
+    groups = grouped(jobs, one_key=False)
     assert sorted(jobs.index(each) for group in groups for each in group) == list(range(64))
     assert all(group == sorted(group, key=jobs.index) for group in groups)
     assert len(groups) == 3 + steps.count(Step.FREEZE) + steps.count(Step.READ)
 
 
 async def test_nothing_makes_no_group() -> None:
-    assert _groups([], one_key=False) == []
+    assert grouped([], one_key=False) == []
 
 
 async def test_a_batch_is_sent_as_one_script_call_for_each_group(lanes: Lanes, server: Server) -> None:
