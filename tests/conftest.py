@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from support.backends import EVERY_KIND, Place, place_of
 from support.cluster import ClusterGroup
 from support.sentinel import SentinelGroup
 from support.servers import BINARIES, RealServer
@@ -68,6 +69,13 @@ def one_server(valkey9: RealServer) -> Iterator[RealServer]:
     """The same, of one kind, where kinds make no difference."""
     with RealServer(valkey9.binary) as own:
         yield own
+
+
+@pytest.fixture(params=EVERY_KIND)
+def place(request: pytest.FixtureRequest, namespace: str) -> Iterator[Place]:
+    """Each kind of server in turn, the fake one too, with a client that looks at it."""
+    with place_of(request, namespace) as found:
+        yield found
 
 
 @pytest.fixture(scope="session", params=REAL_SERVERS)

@@ -27,7 +27,7 @@ pytest.importorskip("nemo_gym.token_id_capture.staging", reason="NeMo Gym stages
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.backends import EVERY_KIND, Place, place_of
+from support.backends import Place
 from support.capture_ledger import (
     Staged,
     calls_in,
@@ -87,12 +87,6 @@ class Run:
     async def close(self) -> None:
         for ledger in self._ledgers:
             await ledger.close()
-
-
-@pytest.fixture(params=EVERY_KIND)
-def place(request: pytest.FixtureRequest, namespace: str) -> Any:
-    with place_of(request, namespace) as found:
-        yield found
 
 
 @pytest.fixture

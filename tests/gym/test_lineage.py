@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("nemo_gym.token_id_capture", reason="the lineage store is a part of NeMo Gym's capture")
 
-from support.backends import EVERY_KIND, Place, place_of
+from support.backends import Place
 from support.cluster import ClusterGroup
 from support.conversations import Turn, continuation, conversation, gym, turn_of, user
 from support.sequences import random_ids
@@ -65,12 +65,6 @@ class Run:
         await self.source.close()
         for store in self._stores:
             await store.close()
-
-
-@pytest.fixture(params=EVERY_KIND)
-def place(request: pytest.FixtureRequest, namespace: str) -> Any:
-    with place_of(request, namespace) as found:
-        yield found
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("nemo_gym.token_id_capture.staging", reason="staging is a part of NeMo Gym's capture")
 
-from support.backends import EVERY_KIND, Place, place_of
+from support.backends import Place
 from support.cluster import ClusterGroup
 from support.conversations import gym
 from support.polling import wait_until
@@ -98,12 +98,6 @@ class Staging:
     def close(self) -> None:
         for each in self._made:
             each.close()
-
-
-@pytest.fixture(params=EVERY_KIND)
-def place(request: pytest.FixtureRequest, namespace: str) -> Any:
-    with place_of(request, namespace) as found:
-        yield found
 
 
 @pytest.fixture

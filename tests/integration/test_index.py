@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.backends import EVERY_KIND, Place, place_of
+from support.backends import Place
 from support.sample_entries import sample_entry
 from support.sequences import WIDTHS, random_ids
 
@@ -17,12 +17,6 @@ from gym_capture_redis.subject import Subject
 from gym_capture_redis.sync_client import SyncClient
 
 LENGTHS = (0, 1, 31, 32, 85, 86, 127, 128, 254, 255, 256, 257, 511)
-
-
-@pytest.fixture(params=EVERY_KIND)
-def place(request: pytest.FixtureRequest, namespace: str) -> Any:
-    with place_of(request, namespace) as found:
-        yield found
 
 
 @pytest.mark.parametrize("below", WIDTHS)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import redis
-from support.backends import EVERY_KIND, place_of
 from support.sample_entries import sample_entry
 from support.sequences import random_ids
 from support.stored_state import FIELD, change_state, hash_fields, parse_state
@@ -108,12 +107,6 @@ class Rollout:
             own_seq=own[0],
             own_trace=own[1],
         )
-
-
-@pytest.fixture(params=EVERY_KIND)
-def place(request: pytest.FixtureRequest, namespace: str) -> Iterator[Any]:
-    with place_of(request, namespace) as found:
-        yield found
 
 
 @pytest.fixture
