@@ -21,7 +21,7 @@ from gym_capture_redis.healing import Healer, Owns
 from gym_capture_redis.inflight import ByteBudget, Hold
 from gym_capture_redis.lanes import closed_error, exchange
 from gym_capture_redis.node import Node
-from gym_capture_redis.recent import RecentStep
+from gym_capture_redis.recent import NewestStep
 from gym_capture_redis.retry import Backoff
 from gym_capture_redis.scripts import Call, Reply, again, peek
 from gym_capture_redis.settings import ConnectionSettings
@@ -122,10 +122,10 @@ class Executor:
                 meeting.cancel()
             await asyncio.gather(*meetings.values(), return_exceptions=True)
 
-    async def _meet(self, healer: Healer, run_id: str, step: RecentStep) -> None:
+    async def _meet(self, healer: Healer, run_id: str, step: NewestStep) -> None:
         """Ask who holds a step of this server now; if it is another one, put back there what may be lost."""
         with contextlib.suppress(CaptureError):  # whoever sends a step is told
-            reply = await self.run(peek(step.call.key), step.subject, deadline=self.deadline())
+            reply = await self.run(peek(step.key), step.subject, deadline=self.deadline())
             if reply.run_id != run_id:
                 await healer.heal(self._run_all, reply.run_id, owns=lambda _: True, lost_by=[run_id])
 

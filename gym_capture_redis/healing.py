@@ -74,7 +74,7 @@ class Healer:
             Exception: a step could not be sent; what was not put back yet is kept.
 
         """
-        healed, lost = 0, set[str]()
+        healed, lost, began_s = 0, set[str](), time.monotonic()
         others = self.recent.others(run_id) if lost_by is None else lost_by
         for other in others:
             left = self.recent.count(other)
@@ -89,7 +89,7 @@ class Healer:
             )
         await self._verify(send, run_id, owns, lost_by, lost)
         for other in others:
-            self.recent.settle(other, owns)
+            self.recent.settle(other, owns, until_s=began_s)
 
     async def _put_back(
         self, steps: Sequence[RecentStep], other: str, send: Send, owns: Owns, lost: set[str]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from gym_capture_redis.scripts import CAN_BE_LOST, Call, Reply, peek
+from gym_capture_redis.scripts import CAN_BE_LOST, Call, Reply
 from gym_capture_redis.subject import Subject
 
 STEP_BYTES = 1024
@@ -34,13 +34,21 @@ class RecentStep(NamedTuple):
     """Since when it waits for what other workers have to put back before it; 0 if it does not."""
 
 
+class NewestStep(NamedTuple):
+    """By which rollout to ask for the server that acknowledged a step, and when it did."""
+
+    key: bytes
+    subject: Subject
+    at_s: float
+
+
 class _Server:
     """What one server process acknowledged, oldest first, and when it was asked what it answered last."""
 
     def __init__(self) -> None:
         self.steps: deque[RecentStep] = deque()
-        self.newest: RecentStep | None = None
-        """The newest step that can be lost, kept or not, with a ``peek`` in place of its call."""
+        self.newest: NewestStep | None = None
+        """Of those that can be lost, kept or not."""
         self.alive_at_s = 0.0
 
     @property
@@ -63,7 +71,7 @@ class _Contents:
     def keep(self, server: _Server, step: RecentStep, max_bytes: int) -> None:
         """Keep a step; the oldest of all servers make room for it."""
         server.steps.append(step)
-        server.newest = step._replace(call=peek(step.call.key))
+        server.newest = _newest(step)
         self.nbytes += step.nbytes
         while self.nbytes > max_bytes:
             kept = [other.steps for other in self.servers.values() if other.steps]
@@ -120,20 +128,21 @@ class RecentSteps:
                 other for other, server in contents.servers.items() if other != run_id and server.may_forget
             ]
 
-    def settle(self, run_id: str, owns: Callable[[bytes], bool]) -> None:
-        """What this server may have forgotten was dealt with, for the keys that ``owns`` names."""
+    def settle(self, run_id: str, owns: Callable[[bytes], bool], *, until_s: float) -> None:
+        """What this server acknowledged until then was dealt with, for the keys that ``owns`` names."""
         contents = self._contents()
         with contents.lock:
             server = contents.server(run_id)
-            if server.newest is not None and owns(server.newest.call.key):
+            newest = server.newest
+            if newest is not None and newest.at_s <= until_s and owns(newest.key):
                 server.newest = None
 
-    def newest(self) -> list[tuple[str, RecentStep]]:
-        """The newest step, by key and subject, of each server that may forget something, with its run id."""
+    def newest(self) -> list[tuple[str, NewestStep]]:
+        """The newest step of each server that may forget something, with its run id."""
         contents = self._contents()
         with contents.lock:
             return [
-                (run_id, server.newest or server.steps[-1])
+                (run_id, server.newest or _newest(server.steps[-1]))
                 for run_id, server in contents.servers.items()
                 if server.may_forget
             ]
@@ -178,3 +187,7 @@ class RecentSteps:
         if self._own.pid != os.getpid():
             self._own = _Contents()
         return self._own
+
+
+def _newest(step: RecentStep) -> NewestStep:
+    return NewestStep(step.call.key, step.subject, step.at_s)

@@ -125,14 +125,15 @@ def test_a_server_is_watched_for_as_long_as_it_may_forget_what_is_not_kept(clock
     assert numbers(steps) == []
     assert [(run_id, step.subject) for run_id, step in steps.newest()] == [("server", SUBJECT)]
     assert steps.others("another server") == ["server"]
-    steps.settle("server", lambda key: key != b"key")
+    steps.settle("server", lambda key: key != b"key", until_s=clock.now_s)
+    steps.settle("server", lambda _: True, until_s=clock.now_s - 0.001)
     assert steps.others("another server") == ["server"]
     clock.now_s += SETTLE_S + 0.001
     assert not steps.note(call(Step.PEEK), SUBJECT, reply(), asked_at_s=clock.now_s)
     assert steps.newest() == []
 
     steps.note(call(), SUBJECT, reply(1), asked_at_s=clock.now_s)
-    steps.settle("server", lambda key: key == b"key")
+    steps.settle("server", lambda key: key == b"key", until_s=clock.now_s)
     assert steps.others("another server") == []
 
 
@@ -157,7 +158,7 @@ def test_a_step_that_was_put_back_is_kept_for_the_server_that_has_it_now(
     (step,) = steps.take("server", max_steps=1, max_bytes=1)
     clock.now_s += 100 * SETTLE_S
     steps.keep(step, "new server")
-    steps.settle("server", lambda _: True)
+    steps.settle("server", lambda _: True, until_s=clock.now_s)
     assert [(run_id, newest.at_s) for run_id, newest in steps.newest()] == [("new server", clock.now_s)]
 
 
