@@ -701,6 +701,24 @@ def test_an_attempt_that_ends_between_two_reads_is_not_mixed_with_the_next(on_va
     assert len(reads) == 3
 
 
+def test_a_call_that_is_removed_while_its_parts_are_read_is_missing_and_not_damaged(
+    on_valkey: Staging,
+) -> None:
+    on_valkey.sink.stage(staged_record(extras=EXTRAS))
+    source = on_valkey.new_source()
+    run, reads = source._client.run_joined, []
+
+    def removed_before_the_second(calls: Any, subject: Any, *, deadline: float) -> Any:
+        reads.append(calls)
+        if len(reads) == 2:
+            on_valkey.source.delete(["r"])
+        return run(calls, subject, deadline=deadline)
+
+    source._client.run_joined = removed_before_the_second  # type: ignore[method-assign]
+    with pytest.raises(StagedCallMissingError, match="'r/c'"):
+        source.fetch_extras("r/c")
+
+
 def test_a_late_duplicate_of_a_delete_does_not_touch_the_next_attempt(on_valkey: Staging) -> None:
     on_valkey.sink.stage(staged_record())
     watched = Watched(on_valkey.source)
