@@ -51,6 +51,7 @@ from gym_capture_redis.errors import (
     CaptureError,
     ConfigurationError,
     CorruptRecordError,
+    DurabilityError,
     InvalidIdentifierError,
     InvalidRecordError,
     RecordTooLargeError,
@@ -993,6 +994,16 @@ def test_calls_go_on_after_a_failover(sentinel_group: SentinelGroup, namespace: 
     sentinel_group.switch_over()
     assert staging.sink.stage(staged_record(call="after")).ok
     assert len(staging.source.fetch(["r/c", "r/after"])) == 2
+    staging.close()
+
+
+def test_what_replicas_do_not_confirm_is_an_error_that_says_so(
+    sentinel_group: SentinelGroup, namespace: str
+) -> None:
+    staging = Staging(sentinel_group.url, namespace)
+    sink = staging.new_sink(replicas=2, timeout_s=1.5)
+    with pytest.raises(DurabilityError, match=r"call 'c' of rollout r.*replicas=2 was not confirmed"):
+        sink.stage(staged_record())
     staging.close()
 
 
