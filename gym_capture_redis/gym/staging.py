@@ -350,6 +350,8 @@ class RedisStagingSource(_Staging[StagingSourceSettings]):
                 parts.add(name, value or b"")
             return unpack(parts.joined(names))
         except (ValueError, TypeError, LookupError):
+            if None in values:
+                self._calls([address.key], deadline)  # which tells if all was removed meanwhile
             raise _damaged("parts of what was staged are missing or damaged", address) from None
 
     def _values(

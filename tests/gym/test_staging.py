@@ -51,6 +51,7 @@ from gym_capture_redis.errors import (
     CaptureError,
     ConfigurationError,
     CorruptRecordError,
+    DurabilityError,
     InvalidIdentifierError,
     InvalidRecordError,
     RecordTooLargeError,
@@ -695,6 +696,24 @@ def test_an_attempt_that_ends_between_two_reads_is_not_mixed_with_the_next(on_va
     assert len(reads) == 3
 
 
+def test_a_call_that_is_removed_while_its_parts_are_read_is_missing_and_not_damaged(
+    on_valkey: Staging,
+) -> None:
+    on_valkey.sink.stage(staged_record(extras=EXTRAS))
+    source = on_valkey.new_source()
+    run, reads = source._client.run_joined, []
+
+    def removed_before_the_second(calls: Any, subject: Any, *, deadline: float) -> Any:
+        reads.append(calls)
+        if len(reads) == 2:
+            on_valkey.source.delete(["r"])
+        return run(calls, subject, deadline=deadline)
+
+    source._client.run_joined = removed_before_the_second  # type: ignore[method-assign]
+    with pytest.raises(StagedCallMissingError, match="'r/c'"):
+        source.fetch_extras("r/c")
+
+
 def test_a_late_duplicate_of_a_delete_does_not_touch_the_next_attempt(on_valkey: Staging) -> None:
     on_valkey.sink.stage(staged_record())
     watched = Watched(on_valkey.source)
@@ -969,6 +988,16 @@ def test_calls_go_on_after_a_failover(sentinel_group: SentinelGroup, namespace: 
     sentinel_group.switch_over()
     assert staging.sink.stage(staged_record(call="after")).ok
     assert len(staging.source.fetch(["r/c", "r/after"])) == 2
+    staging.close()
+
+
+def test_what_replicas_do_not_confirm_is_an_error_that_says_so(
+    sentinel_group: SentinelGroup, namespace: str
+) -> None:
+    staging = Staging(sentinel_group.url, namespace)
+    sink = staging.new_sink(replicas=2, timeout_s=1.5)
+    with pytest.raises(DurabilityError, match=r"call 'c' of rollout r.*replicas=2 was not confirmed"):
+        sink.stage(staged_record())
     staging.close()
 
 

@@ -13,7 +13,7 @@ from support.sample_entries import sample_entry
 from support.sequences import random_ids
 from support.servers import RealServer
 
-from gym_capture_redis import codec, lanes, scripts
+from gym_capture_redis import batches, codec, scripts
 from gym_capture_redis.errors import TokenCaptureFrozenError, TokenCaptureRetiredError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.keys import new_name, rollout_key
@@ -373,7 +373,7 @@ class Straggler:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: scripts.Step) -> None:
         self._step = step
         self._calls: list[scripts.Call] = []
-        monkeypatch.setattr(lanes, "command", self._command)
+        monkeypatch.setattr(batches, "command", self._command)
 
     def _command(self, calls: list[scripts.Call], dialect: scripts.Dialect, *, by_source: bool) -> Any:
         if calls[0].step is self._step and not self._calls:

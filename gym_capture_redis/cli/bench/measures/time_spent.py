@@ -9,7 +9,7 @@ from functools import partial
 from statistics import median_low
 from typing import Any
 
-from gym_capture_redis import codec, lanes, scripts, taking
+from gym_capture_redis import batches, codec, scripts, taking
 from gym_capture_redis.blocks import BlockTree
 from gym_capture_redis.cli.bench.context import Bench
 from gym_capture_redis.cli.bench.drive import IN_FLIGHT, put_all, read_all
@@ -55,11 +55,11 @@ IN_A_PUT = (
     Watched(codec, "cut", CUTTING),
     Watched(hashlib, "blake2b", CUTTING),
     Watched(Link, "pipeline", SENDING),
-    Watched(lanes, "read_replies", SENDING),
+    Watched(batches, "read_replies", SENDING),
 )
 IN_A_FREEZE = (
     Watched(Link, "pipeline", RECEIVING),
-    Watched(lanes, "read_replies", RECEIVING),
+    Watched(batches, "read_replies", RECEIVING),
     Watched(scripts.Frozen, "parse", RECEIVING),
     Watched(scripts.Chunk, "parse", RECEIVING),
     Watched(hashlib, "blake2b", CHECKING),
