@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from support.backends import EVERY_KIND, Place, place_of
 from support.cluster import ClusterGroup
+from support.names_given import with_names_as_given
 from support.sentinel import SentinelGroup
 from support.servers import BINARIES, RealServer
 
@@ -76,6 +77,12 @@ def place(request: pytest.FixtureRequest, namespace: str) -> Iterator[Place]:
     """Each kind of server in turn, the fake one too, with a client that looks at it."""
     with place_of(request, namespace) as found:
         yield found
+
+
+@pytest.fixture
+def names_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts and snapshots are called what a test calls them, without the time behind."""
+    with_names_as_given(monkeypatch)
 
 
 @pytest.fixture(scope="session", params=REAL_SERVERS)

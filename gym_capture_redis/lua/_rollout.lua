@@ -58,10 +58,16 @@ local function format_state(state)
     state.intents, state.failures, state.refusals, state.blocks, state.ids, state.bytes) .. state.ends
 end
 
+-- The name with the time behind it: what a second copy of the same packet begins is another one.
+local function timed(name)
+  local now = redis.call('TIME')
+  return string.format('%s-%x%05x', name, now[1], now[2])
+end
+
 -- A new rollout, which is there once its state is written.
-local function new_state(incarnation)
+local function new_state(name)
   return {
-    incarnation = incarnation, status = 'open', snapshot = '', version = 0, seq = 0, records = 0,
+    incarnation = timed(name), status = 'open', snapshot = '', version = 0, seq = 0, records = 0,
     intents = 0, failures = 0, refusals = 0, blocks = 0, ids = 0, bytes = 0, ends = '',
   }
 end

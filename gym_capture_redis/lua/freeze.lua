@@ -11,7 +11,7 @@ if state and state.status == 'retired' then return reply('RETIRED', state) end
 state = state or new_state(arg(1))
 if state.status == 'open' then
   keep(state)
-  state.status, state.snapshot, state.version = 'frozen', arg(2), state.version + 1
+  state.status, state.snapshot, state.version = 'frozen', timed(arg(2)), state.version + 1
   write(state)
 end
 local rows = {}

@@ -1,6 +1,6 @@
 -- Retires an attempt without asking for its snapshot; a tombstone stays, for an unknown rollout too.
 -- 1  incarnation of the attempt that is meant, or '' for none
--- 2  incarnation to give the tombstone of an unknown rollout
+-- 2  incarnation to give the tombstone of an unknown rollout, without the time that follows it
 -- 3  seconds that the tombstone stays
 -- Reply    OK, 1 if it held an entry, a mark or an intent, else 0 |
 --          CHANGED (there is another attempt by now; nothing changed)
@@ -10,7 +10,7 @@ if err then return err end
 if not state then
   if arg(1) ~= '' then return reply('CHANGED', nil) end
   state = new_state(arg(2))
-elseif state.incarnation ~= arg(1) and state.incarnation ~= arg(2) then
+elseif state.incarnation ~= arg(1) and string.sub(state.incarnation, 1, #arg(2)) ~= arg(2) then
   return reply('CHANGED', state)
 end
 local held = holds(state)

@@ -484,11 +484,6 @@ async def test_a_delayed_duplicate_of_a_step_does_not_touch_a_new_attempt(
     assert (attempts_in(snapshot), snapshot.incomplete) == ({"2"}, False)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a packet that is delivered twice begins (or freezes) an attempt twice under one name, so that a "
-    "second one takes the next attempt for its own; a name that the server makes anew each time would end it",
-)
 @pytest.mark.parametrize("step", ["put", "delete", "drop"])
 async def test_two_delayed_duplicates_of_one_attempt_do_not_touch_a_new_one(
     party: Party, namespace: str, step: str

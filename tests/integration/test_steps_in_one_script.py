@@ -30,6 +30,8 @@ from gym_capture_redis.settings import Durability, SinkSettings
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
+pytestmark = pytest.mark.usefixtures("names_as_given")
+
 INCARNATION = "1" * 32
 OTHER_INCARNATION = "2" * 32
 SNAPSHOT_ID = "3" * 32

@@ -20,6 +20,8 @@ from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import Durability, SinkSettings
 from gym_capture_redis.source import RedisTokenSource
 
+pytestmark = pytest.mark.usefixtures("names_as_given")
+
 ATTEMPT, LATER_ATTEMPT, NEW = "1" * 32, "2" * 32, "3" * 32
 SNAPSHOT_ID = "5" * 32
 MARK_ID = "7" * 16

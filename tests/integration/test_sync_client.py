@@ -36,6 +36,8 @@ from gym_capture_redis.subject import Subject
 from gym_capture_redis.sync_client import SyncClient
 from gym_capture_redis.sync_link import within
 
+pytestmark = pytest.mark.usefixtures("names_as_given")
+
 PATIENCE_S = 30.0
 THREADS = 8
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import fakeredis
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model.healing import HealRules, Kept, heal, snapshot_of, verify
 from model.steps import STEPS, Answer, Rollout, Stored
+from support.names_given import with_names_as_given
 
 from gym_capture_redis import scripts
 from gym_capture_redis.keys import refusal_row
@@ -20,6 +22,14 @@ DIALECT = Dialect(flagged=False)
 NO_BLOCK = bytes(16)
 ROWS = 10**9
 """Bytes to read at once: all."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _names_as_given() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        with_names_as_given(patch)
+        yield
+
 
 incarnations = st.sampled_from(["i1", "i2"])
 named = st.sampled_from(["i1", "i2", ""])
