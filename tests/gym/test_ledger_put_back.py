@@ -18,6 +18,8 @@ from gym_capture_redis.keys import ledger_key
 from gym_capture_redis.scripts import Call, Reply
 from gym_capture_redis.subject import Subject
 
+pytestmark = pytest.mark.usefixtures("names_as_given")
+
 ATTEMPT = "1" * 32
 LATER_ATTEMPT = "2" * 32
 NEW = "3" * 32
