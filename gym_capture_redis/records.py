@@ -68,7 +68,8 @@ class TokenEntry(BaseModel):
     """
 
     # "model_" is a reserved prefix for field names in pydantic before 2.10.
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    # What is wrong is told by field and place, never by token data.
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), hide_input_in_errors=True)
 
     schema_version: int = SCHEMA_VERSION
     rollout_id: str

@@ -9,7 +9,6 @@ import importlib
 import json
 import logging
 import multiprocessing
-import re
 import subprocess
 import sys
 import threading
@@ -40,6 +39,7 @@ from support.capture_ledger import (
 from support.cluster import ClusterGroup
 from support.conversations import gym, user
 from support.damage import edits_of
+from support.documents import DOCS, yaml_with
 from support.forgetting import aof_size, come_back_empty, come_back_short, restart
 from support.sample_entries import sample_entry
 from support.sentinel import SentinelGroup
@@ -1050,12 +1050,7 @@ def test_constructing_it_opens_nothing_and_needs_no_loop(namespace: str) -> None
 def test_the_yaml_of_the_documents_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     omegaconf = pytest.importorskip("omegaconf", reason="NeMo Gym reads YAML with it")
     monkeypatch.setenv("REDIS_PASSWORD", "secret")
-    page = (Path(__file__).parents[2] / "docs" / "nemo-gym.md").read_text("utf-8")
-    (block,) = [
-        block
-        for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
-        if "RedisCaptureLedger" in block
-    ]
+    block = yaml_with("RedisCaptureLedger", DOCS / "nemo-gym.md")
     config = gym("config", "TokenIdCaptureConfig").model_validate(omegaconf.OmegaConf.create(block))
     capture = config.token_id_capture
     assert capture.external_staging

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 pytest.importorskip("nemo_gym.token_id_capture", reason="NeMo Gym reads this YAML")
 
 from support.conversations import gym
+from support.documents import yaml_with
 
 from gym_capture_redis import RedisLineageStore, RedisTokenSink
 from gym_capture_redis.errors import ConfigurationError
@@ -29,9 +29,7 @@ def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The configuration as it stands in the document; OmegaConf's containers all the way down."""
     omegaconf = pytest.importorskip("omegaconf", reason="NeMo Gym reads YAML with it")
     monkeypatch.setenv("REDIS_PASSWORD", "secret")
-    blocks = re.findall(r"```yaml\n(.*?)```", request.param.read_text("utf-8"), flags=re.DOTALL)
-    (block,) = [block for block in blocks if "RedisTokenSink" in block]
-    return omegaconf.OmegaConf.create(block)
+    return omegaconf.OmegaConf.create(yaml_with("RedisTokenSink", request.param))
 
 
 def test_sink_and_lineage_store_are_made_for_the_same_server_and_namespace(written: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import redis
+from support.documents import DOCS, yaml_with
 from support.polling import wait_until
 from support.servers import RealServer, free_port
 
@@ -24,7 +25,6 @@ APP = "responses_api_models.vllm_model.app"
 NAME, PASSWORD = "policy_model", "secret"  # the documents ask for a password
 NAMESPACE = "run-17"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 180.0, 20.0
-ROOT = Path(__file__).parents[2]
 
 # Importing Gym takes seconds: one process does, and all servers are forked from it.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -54,8 +54,7 @@ def capture_in_redis(server: GuardedServer, **settings: Any) -> dict[str, Any]:
     """The block that the documents show, for this server; ``settings`` go beside sink and lineage store."""
     from omegaconf import OmegaConf
 
-    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "nemo-gym.md").read_text("utf-8"), re.DOTALL)
-    written = OmegaConf.create(text)
+    written = OmegaConf.create(yaml_with("RedisTokenSink", DOCS / "nemo-gym.md"))
     for kwargs in (written.token_id_capture.sink_kwargs, written.token_id_capture.lineage_store_kwargs):
         kwargs.update(url=server.tcp_url, namespace=NAMESPACE)
     written.token_id_capture.update(settings)

@@ -515,3 +515,31 @@ def test_a_gym_that_cannot_be_imported_is_no_gym_but_is_told(
     monkeypatch.setattr(importlib, "import_module", fail)
     assert gym_compat.gym_package.__wrapped__() is None
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+@pytest.mark.parametrize("field", ARRAYS)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [987654321.5],
+        ["abc987654321"],
+        "987654321",
+        [[987654321]],
+        {"987654321": 1},
+        [2**70 + 987654321],
+        [True],
+    ],
+    ids=repr,
+)
+async def test_what_is_wrong_is_logged_without_token_data(
+    caplog: pytest.LogCaptureFixture, field: str, bad: Any
+) -> None:
+    sink = Sink()
+    token = capture.set_token_sink(CaptureContext("r", "c", token_sink=sink))
+    try:
+        await capture_tokens({**RESPONSE, "output": [{**MESSAGE, **ARRAYS, field: bad}]})
+    finally:
+        capture.reset_token_sink(token)
+    assert "987654321" not in caplog.text
+    assert str(2**70 + 987654321) not in caplog.text
+    assert bool(sink.entries) != bool(sink.marks)
