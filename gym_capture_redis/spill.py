@@ -282,7 +282,7 @@ def log_lost(mark: Mark, why: object) -> None:
     """Say that a mark is neither in Redis nor in a spill file."""
     logger.error(
         "Rollout %s, model call %r: lost, and could be marked neither in Redis nor in a spill file (%s). "
-        "Without an open intent of the call the rollout may look complete: retire it.",
+        "Without an open intent of the call the rollout may look complete: do not train on it.",
         mark.rollout_id,
         mark.model_call_id,
         why,
