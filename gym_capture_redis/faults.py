@@ -137,6 +137,14 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def lacks_command(error: BaseException) -> bool:
+    """Whether the server does not have the command at all: it may be one of another kind."""
+    text = _text(error)
+    return isinstance(error, redis_errors.ResponseError) and (
+        "unknown command" in text.lower() or "cluster support disabled" in text
+    )
+
+
 def is_unknown_script(error: BaseException) -> bool:
     """Whether the server does not know the script's SHA-1 yet."""
     return isinstance(error, redis_errors.NoScriptError)

@@ -23,6 +23,7 @@ from gym_capture_redis.server_check import (
     Confirming,
     ServerFacts,
     ServersSeen,
+    check_kind,
     check_server,
     confirming_commands,
     warnings_about,
@@ -59,7 +60,7 @@ def read_facts(
     """What the server at ``place`` said to ``QUESTIONS``.
 
     Raises:
-        redis.exceptions.RedisError: it cannot say yet, will not, or is no primary.
+        redis.exceptions.RedisError: it cannot say yet, or will not.
 
     """
     if isinstance(info, ResponseError):
@@ -74,8 +75,6 @@ def read_facts(
     if facts.still_starting:
         _SEEN.meet_starting(place)
         raise BusyLoadingError(facts.still_starting)
-    if not facts.is_primary:  # demoted, or not promoted yet
-        raise RedisConnectionError("it is a replica")
     return facts
 
 
@@ -85,10 +84,14 @@ def agree(
     """Refuse a server that cannot keep the promise, and warn of what is not safe, once for each process.
 
     Raises:
-        DurabilityError, ConfigurationError: see ``check_server``.
+        redis.exceptions.ConnectionError: it is no primary now.
+        DurabilityError, ConfigurationError: see ``check_kind`` and ``check_server``.
 
     """
     server = str(settings.url)
+    check_kind(facts, topology=settings.url.topology, server=server)
+    if not facts.is_primary:  # demoted, or not promoted yet
+        raise RedisConnectionError("it is a replica")
     check_server(
         facts,
         durability=settings.durability,

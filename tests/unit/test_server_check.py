@@ -14,6 +14,7 @@ from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.server_check import (
     ServerFacts,
     ServersSeen,
+    check_kind,
     check_server,
     confirming_commands,
     warnings_about,
@@ -121,6 +122,28 @@ def test_a_server_without_script_flags_is_refused(version: tuple[int, ...]) -> N
 @pytest.mark.parametrize("version", [(7, 0), (7, 2, 4), (8, 2, 3), (10, 0)])
 def test_newer_servers_are_taken(version: tuple[int, ...]) -> None:
     check(version=version)
+
+
+@pytest.mark.parametrize(
+    ("line", "topology", "message"),
+    [
+        ("redis_mode:sentinel", "standalone", r"is a Sentinel; use redis\+sentinel://host:port/service"),
+        ("server_mode:sentinel", "standalone", "is a Sentinel"),
+        ("cluster_enabled:1", "standalone", r"is a node of a Cluster; use redis\+cluster://"),
+        ("cluster_enabled:1", "sentinel", r"is a node of a Cluster; use redis\+cluster://"),
+        ("cluster_enabled:1", "cluster", None),
+        ("redis_mode:standalone\r\ncluster_enabled:0", "standalone", None),
+    ],
+)
+def test_a_server_of_another_kind_than_the_url_says_is_refused(
+    line: str, topology: Topology, message: str | None
+) -> None:
+    facts = ServerFacts.parse(INFO + line.encode(), None)
+    if message is None:
+        check_kind(facts, topology=topology, server=SERVER)
+        return
+    with pytest.raises(ConfigurationError, match=f"^{SERVER} {message}"):
+        check_kind(facts, topology=topology, server=SERVER)
 
 
 INFO = (
