@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import ssl
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -194,12 +195,36 @@ def _tls_options(tls: TlsSettings) -> dict[str, Any]:
         path = getattr(tls, name)
         if path is not None and not os.access(path, os.R_OK):
             raise ConfigurationError(f"setting 'tls.{name}' names {path!r}, which cannot be read")
+    _load_certificates(tls)
     return {
         "ssl_ca_certs": tls.ca_certs_path,
         "ssl_certfile": tls.cert_path,
         "ssl_keyfile": tls.key_path,
         "ssl_check_hostname": tls.check_hostname,
     }
+
+
+def _load_certificates(tls: TlsSettings) -> None:
+    """Refuse files that no connection could use; redis-py would take them for a server that is away."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls.ca_certs_path:
+        try:
+            context.load_verify_locations(tls.ca_certs_path)
+        except ssl.SSLError:
+            raise ConfigurationError(
+                f"setting 'tls.ca_certs_path' names {tls.ca_certs_path!r}, which holds no certificate in PEM"
+            ) from None
+    if tls.key_path and not tls.cert_path:
+        raise ConfigurationError("setting 'tls.key_path' needs 'tls.cert_path', the certificate of the key")
+    if tls.cert_path:
+        try:
+            # Without any password OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(tls.cert_path, tls.key_path, password="")
+        except ssl.SSLError:
+            raise ConfigurationError(
+                "'tls.cert_path' and 'tls.key_path' are no certificate in PEM and its key, which must "
+                "not be encrypted; without 'tls.key_path' both must be in the file of 'tls.cert_path'"
+            ) from None
 
 
 def _count(reply: Any) -> int:
