@@ -176,17 +176,20 @@ def confirming_commands(facts: ServerFacts, settings: ServerSettings) -> list[Co
     return commands
 
 
-def warnings_about(facts: ServerFacts, *, topology: Topology, replicas: int) -> list[str]:
-    """What is not safe, though the promise can be kept: what to tell the operator, with the line to set."""
-    told = []
+def warnings_about(facts: ServerFacts, *, topology: Topology, replicas: int) -> dict[str, str]:
+    """What is not safe, though the promise can be kept: what to tell the operator, with the line to set.
+
+    Each under the name of its kind, as its text may change with every look.
+    """
+    told = {}
     fails_over = topology != "standalone" and facts.connected_replicas > 0
     if fails_over and not replicas and not facts.min_replicas_to_write:
-        told.append(
+        told["failover"] = (
             "a primary that is cut off from its replicas goes on acknowledging what a failover discards; "
             "set `min-replicas-to-write 1`, or the setting replicas=1"
         )
     if facts.maxmemory and facts.used_memory > _NEARLY_FULL * facts.maxmemory:
-        told.append(
+        told["memory"] = (
             f"it uses {facts.used_memory / facts.maxmemory:.0%} of its maxmemory, beyond which records are "
             "refused; raise `maxmemory`, or let the trainer drop what it has consumed"
         )

@@ -39,7 +39,7 @@ QUESTIONS: tuple[tuple[str, ...], ...] = (("INFO",), ("CONFIG", "GET", *CONFIG_N
 
 _FAKE_SERVERS: dict[str, Any] = {}
 _SEEN = ServersSeen()
-_WARNED: set[tuple[str, str]] = set()
+_WARNED: set[tuple[Address | str, str]] = set()
 
 
 class Terms(NamedTuple):
@@ -82,7 +82,9 @@ def read_facts(
 def agree(
     facts: ServerFacts, settings: ServerSettings, place: Address | str, *, began_empty: bool = False
 ) -> Terms:
-    """Refuse a server that cannot keep the promise, and warn of what is not safe, once for each process.
+    """Refuse a server that cannot keep the promise, and warn of what is not safe.
+
+    A process is warned once for each server and kind of warning.
 
     Raises:
         redis.exceptions.ConnectionError: it is no primary now.
@@ -99,10 +101,12 @@ def agree(
         assume_appendfsync=settings.assume_appendfsync,
         server=server,
     )
-    for warning in warnings_about(facts, topology=settings.url.topology, replicas=settings.replicas):
-        if (server, warning) not in _WARNED:
-            _WARNED.add((server, warning))
-            logger.warning("%s: %s", server, warning)
+    warnings = warnings_about(facts, topology=settings.url.topology, replicas=settings.replicas)
+    for kind, warning in warnings.items():
+        if (place, kind) not in _WARNED:
+            _WARNED.add((place, kind))
+            named = server if settings.url.topology == "standalone" else f"{server} ({place})"
+            logger.warning("%s: %s", named, warning)
     confirming = tuple(confirming_commands(facts, settings))
     settles_at_s = 0.0 if began_empty else _SEEN.meet(place, facts, settle_s=settings.settle_s)
     return Terms(_SEEN.name(facts), Dialect(confirmed=bool(confirming)), confirming, settles_at_s)
