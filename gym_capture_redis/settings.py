@@ -223,7 +223,7 @@ def resolved_url(url: str | None) -> str:
     """
     address = url if url is not None else os.environ.get(URL_VARIABLE) or DEFAULT_URL
     if not isinstance(address, str):
-        raise ConfigurationError(f"url must be a string, not a {type(address).__name__}")
+        raise ConfigurationError(f"url must be a string, not of type {type(address).__name__}")
     return address
 
 

@@ -333,7 +333,7 @@ def test_a_namespace_outside_the_alphabet_is_refused(endpoint: Any, namespace: A
 
 @pytest.mark.parametrize("url", [5, b"redis://server", ["redis://server"]])
 def test_a_url_must_be_text(url: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"url must be a string, not a {type(url).__name__}"):
+    with pytest.raises(ConfigurationError, match=f"url must be a string, not of type {type(url).__name__}"):
         RedisTokenSink(url)
 
 
