@@ -19,13 +19,26 @@ from gym_capture_redis.errors import ConfigurationError, InvalidIdentifierError
 from gym_capture_redis.server_url import DEFAULT_PORT, ServerUrl
 from gym_capture_redis.settings import (
     URL_VARIABLE,
+    LedgerSettings,
+    LineageSettings,
+    ServerSettings,
     SinkSettings,
     SourceSettings,
+    StagingSinkSettings,
+    StagingSourceSettings,
 )
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
 ENDPOINTS = [RedisTokenSink, RedisTokenSource]
+CLASSES: list[type[ServerSettings]] = [
+    SinkSettings,
+    SourceSettings,
+    LineageSettings,
+    LedgerSettings,
+    StagingSinkSettings,
+    StagingSourceSettings,
+]
 
 
 class Container(Mapping[str, Any]):
@@ -264,8 +277,12 @@ def test_a_password_setting_is_never_shown() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"time_out": 5}, "'time_out' is not a setting; the settings are .*timeout_s"),
-        ({"tls": {"ca": "x"}}, "'tls.ca' is not a setting"),
+        ({"time_out": 5}, "'time_out' is not a setting; the settings are url, namespace, .*timeout_s"),
+        ({"nmspace": "x"}, "'nmspace' is not a setting; the settings are url, namespace, "),
+        (
+            {"tls": {"ca": "x"}},
+            "'tls.ca' is not a setting; the settings of tls are ca_certs_path, [a-z_, ]*$",
+        ),
         ({"timeout_s": 0}, "setting 'timeout_s' is refused"),
         ({"timeout_s": float("inf")}, "setting 'timeout_s' is refused"),
         ({"timeout_s": float("nan")}, "setting 'timeout_s' is refused"),
@@ -279,7 +296,7 @@ def test_a_password_setting_is_never_shown() -> None:
     ids=repr,
 )
 def test_a_wrong_setting_is_refused_by_name(endpoint: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=f"^{endpoint.__name__}: .*{message}"):
         endpoint("rediss://server", **settings)
 
 
@@ -323,8 +340,13 @@ def test_a_setting_of_the_other_end_or_out_of_range_is_refused(
 def test_an_unknown_setting_is_told_what_there_is() -> None:
     with pytest.raises(ConfigurationError) as refusal:
         RedisTokenSink("redis://server", max_bytes=1)
-    for name in set(SinkSettings.model_fields) - {"url", "namespace"}:
+    for name in SinkSettings.model_fields:
         assert name in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_each_kind_of_settings_names_the_class_that_takes_them(kind: type[ServerSettings]) -> None:
+    assert f"``{kind.used_by}``" in str(kind.__doc__)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
