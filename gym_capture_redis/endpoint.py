@@ -76,6 +76,13 @@ class Endpoint(Generic[SettingsT]):
         """Class, server and namespace, without credentials."""
         return f"{type(self).__name__}({str(self._settings.url)!r}, namespace={self._settings.namespace!r})"
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: its connections belong to this process."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled; make one where it is used, of a class and arguments "
+            "that are sent (functools.partial), or for a source of a token_source_factory(...)"
+        )
+
     def _make_executor(self) -> Executor:
         """An executor for the running event loop, which uses this client for the first time."""
         return Executor(self._settings, self._healer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 from redis import exceptions as redis_errors
 
 from gym_capture_redis.errors import (
@@ -72,6 +74,10 @@ _MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
         ConfigurationError,
         "refused the user or password; check the URL, username and password",
     ),
+    "UNTRUSTED": (
+        ConfigurationError,
+        "shows a certificate that is not trusted; check the host in the URL and the setting tls",
+    ),
     "NOEVAL": (ConfigurationError, "runs no Lua scripts (EVAL, EVALSHA), which atomic steps need"),
     "NODB": (ConfigurationError, "has no database of this number; choose another in the URL"),
     "OOM": (
@@ -102,7 +108,7 @@ _MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
 def is_transient(error: BaseException) -> bool:
     """Whether repeating the same step may succeed: the server is away, starting, or moving."""
     error = _unwrapped(error)
-    if isinstance(error, _REFUSED_CREDENTIALS):
+    if isinstance(error, (*_REFUSED_CREDENTIALS, ssl.SSLCertVerificationError)):
         return False
     if isinstance(error, redis_errors.ResponseError) and _KILLED in _text(error):
         return True
@@ -122,8 +128,8 @@ def final_error(error: BaseException, server: str) -> CaptureError:
     code = _meaning(error)
     if code in _MEANINGS:
         error_class, meaning = _MEANINGS[code]
-        said = f" ({_text(error)[:_LONGEST_QUOTE]})" if code == "NOPERM" else ""
-        return error_class(f"{server} {meaning}{said}")
+        said = _quote(error)
+        return error_class(f"{server} {meaning}{f' ({said})' if said else ''}")
     if code == "CORRUPT":
         return CorruptRecordError(
             f"{server} holds a damaged rollout: {_text(error).removeprefix('CORRUPT ')}"
@@ -137,16 +143,29 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def lacks_command(error: BaseException) -> bool:
+    """Whether the server does not have the command at all: it may be one of another kind."""
+    text = _text(error)
+    return isinstance(error, redis_errors.ResponseError) and (
+        "unknown command" in text.lower() or "cluster support disabled" in text
+    )
+
+
 def is_unknown_script(error: BaseException) -> bool:
     """Whether the server does not know the script's SHA-1 yet."""
     return isinstance(error, redis_errors.NoScriptError)
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """What a unix connection of redis-py met in its greeting: it comes wrapped in a ConnectionError."""
-    cause = error.__cause__
-    wrapped = type(error) is redis_errors.ConnectionError and isinstance(cause, redis_errors.RedisError)
-    return cause if wrapped and cause is not None else error
+    """What redis-py met while it connected, where it comes wrapped in a ConnectionError.
+
+    That is so for what a unix connection meets in its greeting, and for a certificate that is refused.
+    """
+    if type(error) is not redis_errors.ConnectionError:
+        return error
+    if isinstance(error.__context__, ssl.SSLCertVerificationError):
+        return error.__context__
+    return error.__cause__ if isinstance(error.__cause__, redis_errors.RedisError) else error
 
 
 def _meaning(error: BaseException) -> str:
@@ -154,6 +173,8 @@ def _meaning(error: BaseException) -> str:
     text = _text(error)
     if isinstance(error, _REFUSED_CREDENTIALS):
         return "WRONGPASS"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "UNTRUSTED"
     if "unknown command" in text.lower():
         return "NOEVAL"
     if "db index" in text.lower():
@@ -161,6 +182,13 @@ def _meaning(error: BaseException) -> str:
     if isinstance(error, redis_errors.NoPermissionError) or text.startswith(_FORBIDDEN_IN_SCRIPT):
         return "NOPERM"
     return "OOM" if isinstance(error, redis_errors.OutOfMemoryError) else _code(error)
+
+
+def _quote(error: BaseException) -> str:
+    """The words of those that say more than their meaning, and quote no data."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    return _text(error)[:_LONGEST_QUOTE] if _meaning(error) == "NOPERM" else ""
 
 
 def _text(error: BaseException) -> str:

@@ -116,7 +116,12 @@ def distinct(rollout_ids: Iterable[str]) -> list[str]:
     """
     if isinstance(rollout_ids, str | bytes):
         raise TypeError(f"rollout_ids must be several ids, not one {type(rollout_ids).__name__}")
-    return list(dict.fromkeys(rollout_ids))
+    try:
+        ids = iter(rollout_ids)
+    except TypeError:
+        told = f"rollout_ids must be an iterable of ids, not of type {type(rollout_ids).__name__}"
+        raise TypeError(told) from None
+    return list(dict.fromkeys(ids))
 
 
 def validate_call_id(model_call_id: object, *, rollout_id: str, allow_empty: bool = False) -> str:

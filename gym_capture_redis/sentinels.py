@@ -6,7 +6,8 @@ from collections import deque
 
 from redis import exceptions as redis_errors
 
-from gym_capture_redis.faults import explain, is_transient
+from gym_capture_redis.errors import ConfigurationError
+from gym_capture_redis.faults import explain, is_transient, lacks_command
 from gym_capture_redis.searches import Question, Search
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ServerSettings
@@ -28,6 +29,7 @@ class Sentinels:
         Raises:
             redis.exceptions.ConnectionError: none of them knows one now.
             redis.exceptions.RedisError: one refused the question for good.
+            ConfigurationError: one is no Sentinel.
 
         """
         said = ""
@@ -35,6 +37,11 @@ class Sentinels:
         for _ in range(len(self._addresses)):
             answer = yield Question(self._addresses[0], words, self._username, self._password)
             if isinstance(answer, Exception):
+                if lacks_command(answer):
+                    raise ConfigurationError(
+                        f"{self._addresses[0]} is no Sentinel; name the Sentinels (port 26379, mostly), "
+                        "or use redis:// for a server without any"
+                    )
                 if not is_transient(answer):
                     raise answer
                 said = explain(answer)

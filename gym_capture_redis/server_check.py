@@ -46,6 +46,8 @@ class ServerFacts:
     still_starting: str
     """Why nothing can be said yet: the data is being loaded, or the first append-only file written."""
     is_primary: bool = True
+    is_sentinel: bool = False
+    is_cluster_node: bool = False
     uptime_s: float = 0.0
     followed: str = ""
     """The replication id of the server with whose data it went on when it was promoted last."""
@@ -71,6 +73,8 @@ class ServerFacts:
             appendfsync=None if config is None else config.get("appendfsync"),
             still_starting=_still_starting(fields),
             is_primary=fields.get("role") != "slave",
+            is_sentinel="sentinel" in (fields.get("redis_mode"), fields.get("server_mode")),  # Redis, Valkey
+            is_cluster_node=fields.get("cluster_enabled") == "1",
             uptime_s=float(fields.get("uptime_in_seconds", 0)),
             followed=replid2 if (replid2 := fields.get("master_replid2", "")).strip("0") else "",
             is_valkey=fields.get("server_name") == "valkey",
@@ -90,6 +94,21 @@ def _still_starting(fields: Mapping[str, str]) -> str:
     if first_base and "1" in (fields.get("aof_rewrite_in_progress"), fields.get("aof_rewrite_scheduled")):
         return "it is writing its first append-only file"
     return ""
+
+
+def check_kind(facts: ServerFacts, *, topology: Topology, server: str) -> None:
+    """Refuse a server of another kind than the URL says.
+
+    Raises:
+        ConfigurationError: a Sentinel, or a node of a Cluster; names the URL to use.
+
+    """
+    if facts.is_sentinel:
+        raise ConfigurationError(
+            f"{server} is a Sentinel; use redis+sentinel://host:port/service, with the name of its service"
+        )
+    if facts.is_cluster_node and topology != "cluster":
+        raise ConfigurationError(f"{server} is a node of a Cluster; use redis+cluster://host:port")
 
 
 def check_server(
@@ -157,17 +176,20 @@ def confirming_commands(facts: ServerFacts, settings: ServerSettings) -> list[Co
     return commands
 
 
-def warnings_about(facts: ServerFacts, *, topology: Topology, replicas: int) -> list[str]:
-    """What is not safe, though the promise can be kept: what to tell the operator, with the line to set."""
-    told = []
+def warnings_about(facts: ServerFacts, *, topology: Topology, replicas: int) -> dict[str, str]:
+    """What is not safe, though the promise can be kept: what to tell the operator, with the line to set.
+
+    Each under the name of its kind, as its text may change with every look.
+    """
+    told = {}
     fails_over = topology != "standalone" and facts.connected_replicas > 0
     if fails_over and not replicas and not facts.min_replicas_to_write:
-        told.append(
+        told["failover"] = (
             "a primary that is cut off from its replicas goes on acknowledging what a failover discards; "
             "set `min-replicas-to-write 1`, or the setting replicas=1"
         )
     if facts.maxmemory and facts.used_memory > _NEARLY_FULL * facts.maxmemory:
-        told.append(
+        told["memory"] = (
             f"it uses {facts.used_memory / facts.maxmemory:.0%} of its maxmemory, beyond which records are "
             "refused; raise `maxmemory`, or let the trainer drop what it has consumed"
         )

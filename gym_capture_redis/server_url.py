@@ -35,8 +35,9 @@ _SCHEMES: Mapping[str, tuple[Scheme, Topology]] = {
     "fakeredis": ("fakeredis", "standalone"),
 }
 
-_UNPARSABLE = "the Redis URL cannot be parsed: '#', '/', '?' and '@' in a password must be percent-encoded"
-_HOST_AND_PORT = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::(\d{1,5}))?", re.ASCII)
+_HOST = re.compile(r"\[[^\[\]\s]*\]|[^\[\]:\s]*")
+_PORT = re.compile(r"\d{1,5}", re.ASCII)
+_ODD_CHARACTER = "a character in it looks like one of those that separate its parts"
 _HIGHEST_PORT = 65_535
 _LONGEST_DB = 9
 """Digits of a database number; far more than any server has."""
@@ -86,12 +87,18 @@ class ServerUrl(BaseModel):
             ConfigurationError: an unknown scheme or query key, or a malformed part; never quotes the URL.
 
         """
+        if url != url.strip():
+            raise ConfigurationError("the Redis URL begins or ends with white space")
         try:
             parts = urlsplit(url)
         except ValueError:
-            raise ConfigurationError(_UNPARSABLE) from None
+            has_brackets = "[" in url or "]" in url
+            why = (
+                "brackets stand around an IPv6 address only, as in [::1]" if has_brackets else _ODD_CHARACTER
+            )
+            raise _unparsable(why) from None
         if "@" in parts.query:  # what follows a '?' in a password looks like a query
-            raise ConfigurationError(_UNPARSABLE)
+            raise _unparsable("it has an '@' behind a '?'")
         scheme, topology = _kind(url, parts)
         user, password, hosts = _authority(parts.netloc)
         (host, port), *more = _addresses(hosts, scheme, topology)
@@ -153,14 +160,28 @@ def _addresses(hosts: str, scheme: Scheme, topology: Topology) -> list[Address]:
     default_port = DEFAULT_SENTINEL_PORT if topology == "sentinel" else DEFAULT_PORT
     addresses = []
     for part in hosts.split(",") if several else [hosts]:
-        match = _HOST_AND_PORT.fullmatch(part)
-        if match is None or (several and not match[1]):
-            raise ConfigurationError(_UNPARSABLE)
-        port = int(match[2]) if match[2] else default_port
-        if not 0 < port <= _HIGHEST_PORT:
-            raise ConfigurationError(_UNPARSABLE)
-        addresses.append(Address(match[1].strip("[]").lower() or default_host, port))
+        host, colon, port = _split_port(part)
+        if not _HOST.fullmatch(host):
+            raise _unparsable("its host has white space or a ':', which an IPv6 address has in brackets only")
+        if several and not host:
+            raise _unparsable("a host is missing before or after a ','")
+        if colon and not (_PORT.fullmatch(port) and 0 < int(port) <= _HIGHEST_PORT):
+            raise _unparsable(f"its port is not a number from 1 to {_HIGHEST_PORT}")
+        addresses.append(Address(host.strip("[]").lower() or default_host, int(port or default_port)))
     return addresses
+
+
+def _split_port(part: str) -> tuple[str, str, str]:
+    """Host, colon and port; without a port both of these are empty."""
+    return (part, "", "") if part.endswith("]") or ":" not in part else part.rpartition(":")
+
+
+def _unparsable(why: str) -> ConfigurationError:
+    """Names the part that is wrong and quotes nothing: what looks like a port may belong to the password."""
+    return ConfigurationError(
+        f"the Redis URL cannot be parsed: {why}; in a password '#', '/', '?', '@', '[' and ']' must be "
+        "percent-encoded"
+    )
 
 
 def _location(scheme: Scheme, topology: Topology, parts: SplitResult) -> tuple[str, int, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
@@ -36,6 +36,9 @@ def _absolute(value: Any) -> Any:
     path = os.fspath(value)
     if not path or not isinstance(path, str) or "\0" in path:
         raise ValueError("it is not the path of a directory")
+    path = os.path.expanduser(path)  # noqa: PTH111 - as a shell does it
+    if path.startswith("~"):
+        raise ValueError("the home directory that it names is not known")
     return Path(os.path.abspath(path))  # noqa: PTH100 - without resolving links: that would be I/O
 
 
@@ -61,6 +64,9 @@ class ServerSettings(BaseModel):
     """What all have in common that work with the server."""
 
     model_config = _FORBID_EXTRA
+
+    used_by: ClassVar[str] = "client"
+    """Name of the class whose settings these are."""
 
     url: ServerUrl
     namespace: Annotated[str, AfterValidator(validate_namespace)] = "default"
@@ -121,11 +127,13 @@ class ServerSettings(BaseModel):
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
+        loc = first["loc"]
+        name = ".".join(str(part) for part in loc)
         if first["type"] == "extra_forbidden":
-            known = ", ".join(name for name in cls.model_fields if name not in ("url", "namespace"))
-            return f"{name!r} is not a setting; the settings are {known}"
-        return f"setting {name!r} is refused: {first['msg']}"
+            kind, group = (TlsSettings, "settings of tls") if loc[0] == "tls" else (cls, "settings")
+            known = ", ".join(kind.model_fields)
+            return f"{cls.used_by}: {name!r} is not a setting; the {group} are {known}"
+        return f"{cls.used_by}: setting {name!r} is refused: {first['msg']}"
 
 
 class ConnectionSettings(ServerSettings):
@@ -153,6 +161,8 @@ class WriterSettings(ConnectionSettings):
 class SinkSettings(WriterSettings):
     """Settings of ``RedisTokenSink``."""
 
+    used_by = "RedisTokenSink"
+
     max_record_bytes: Bytes = Field(default=256 * 2**20, le=500 * 2**20)
     """Largest encoded record with its tokens; Redis itself refuses 512 MiB and more."""
     prefix_cache_bytes: int = Field(default=256 * 2**20, ge=0)
@@ -163,6 +173,8 @@ class SinkSettings(WriterSettings):
 
 class SourceSettings(ConnectionSettings):
     """Settings of ``RedisTokenSource``."""
+
+    used_by = "RedisTokenSource"
 
     timeout_s: Seconds = 120.0
     """Deadline of every call, all chunks of a large rollout included."""
@@ -175,6 +187,8 @@ class SourceSettings(ConnectionSettings):
 class LineageSettings(ServerSettings):
     """Settings of ``RedisLineageStore``."""
 
+    used_by = "RedisLineageStore"
+
     prefix_cache_bytes: int = Field(default=64 * 2**20, ge=0)
     """Memory for the tokens of the newest parents, which spares reading what they begin with again."""
     max_cached_rollouts: int = Field(default=65_536, ge=1)
@@ -186,6 +200,8 @@ class LineageSettings(ServerSettings):
 class LedgerSettings(WriterSettings):
     """Settings of ``RedisCaptureLedger``."""
 
+    used_by = "RedisCaptureLedger"
+
     max_cached_rollouts: int = Field(default=65_536, ge=1)
     """Rollouts whose rows are remembered as far as finding parents needs them."""
     tombstone_ttl_s: TombstoneSeconds = 86_400
@@ -195,6 +211,8 @@ class LedgerSettings(WriterSettings):
 class StagingSinkSettings(ServerSettings):
     """Settings of ``RedisStagingSink``."""
 
+    used_by = "RedisStagingSink"
+
     max_record_bytes: Bytes = Field(default=256 * 2**20, le=500 * 2**20)
     """Largest encoded record with its extras and attachments."""
     part_cache_bytes: int = Field(default=16 * 2**20, ge=0)
@@ -203,6 +221,8 @@ class StagingSinkSettings(ServerSettings):
 
 class StagingSourceSettings(ServerSettings):
     """Settings of ``RedisStagingSource``."""
+
+    used_by = "RedisStagingSource"
 
     timeout_s: Seconds = 120.0
     """Deadline of every call, all that it reads included."""
@@ -223,7 +243,7 @@ def resolved_url(url: str | None) -> str:
     """
     address = url if url is not None else os.environ.get(URL_VARIABLE) or DEFAULT_URL
     if not isinstance(address, str):
-        raise ConfigurationError(f"url must be a string, not a {type(address).__name__}")
+        raise ConfigurationError(f"url must be a string, not of type {type(address).__name__}")
     return address
 
 

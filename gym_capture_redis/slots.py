@@ -9,7 +9,8 @@ from typing import Any
 from redis import exceptions as redis_errors
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from gym_capture_redis.faults import NotConfirmedError, NotSettledError, is_transient
+from gym_capture_redis.errors import ConfigurationError
+from gym_capture_redis.faults import NotConfirmedError, NotSettledError, is_transient, lacks_command
 from gym_capture_redis.searches import Question, Search
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ServerSettings
@@ -48,6 +49,7 @@ class SlotMap:
 
         Raises:
             redis.exceptions.RedisError, OSError: no node could tell.
+            ConfigurationError: one is no node of a Cluster.
 
         """
         last: Exception = redis_errors.ClusterDownError("no node knows all slots")
@@ -57,6 +59,8 @@ class SlotMap:
         for address in to_ask:
             answer = yield Question(address, ("CLUSTER", "SLOTS"), **self._user)
             if isinstance(answer, Exception):
+                if lacks_command(answer):
+                    raise ConfigurationError(f"{address} is no node of a Cluster; use redis://")
                 if not is_transient(answer):
                     raise answer
                 last = answer

@@ -137,9 +137,9 @@ class RedisTokenSource(Endpoint[SourceSettings]):
         """
         # Checked here: what redis-py cannot send would fail every step in the same pipeline.
         if not isinstance(snapshot_id, str):
-            raise TypeError(f"snapshot_id must be a string, not a {type(snapshot_id).__name__}")
+            raise TypeError(f"snapshot_id must be a string, not of type {type(snapshot_id).__name__}")
         if not isinstance(version, int):
-            raise TypeError(f"version must be an integer, not a {type(version).__name__}")
+            raise TypeError(f"version must be an integer, not of type {type(version).__name__}")
         key = self._key(rollout_id)
         if not 0 <= version <= _HIGHEST_VERSION:
             return False

@@ -94,7 +94,7 @@ def take(entry: Any) -> TakenEntry:
 
 def _content_without_arrays(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, BaseModel):
-        raise InvalidRecordError(f"put takes a TokenEntry, not a {type(entry).__name__}")
+        raise InvalidRecordError(f"put takes a TokenEntry, nothing of type {type(entry).__name__}")
     missing = [name for name in (*ARRAY_FIELDS, *SUBJECT_FIELDS) if not hasattr(entry, name)]
     if missing:
         raise InvalidRecordError(f"put takes a TokenEntry; this {type(entry).__name__} lacks {missing[0]}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import ssl
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from gym_capture_redis.server_check import (
     Confirming,
     ServerFacts,
     ServersSeen,
+    check_kind,
     check_server,
     confirming_commands,
     warnings_about,
@@ -37,7 +39,7 @@ QUESTIONS: tuple[tuple[str, ...], ...] = (("INFO",), ("CONFIG", "GET", *CONFIG_N
 
 _FAKE_SERVERS: dict[str, Any] = {}
 _SEEN = ServersSeen()
-_WARNED: set[tuple[str, str]] = set()
+_WARNED: set[tuple[Address | str, str]] = set()
 
 
 class Terms(NamedTuple):
@@ -59,7 +61,7 @@ def read_facts(
     """What the server at ``place`` said to ``QUESTIONS``.
 
     Raises:
-        redis.exceptions.RedisError: it cannot say yet, will not, or is no primary.
+        redis.exceptions.RedisError: it cannot say yet, or will not.
 
     """
     if isinstance(info, ResponseError):
@@ -74,31 +76,37 @@ def read_facts(
     if facts.still_starting:
         _SEEN.meet_starting(place)
         raise BusyLoadingError(facts.still_starting)
-    if not facts.is_primary:  # demoted, or not promoted yet
-        raise RedisConnectionError("it is a replica")
     return facts
 
 
 def agree(
     facts: ServerFacts, settings: ServerSettings, place: Address | str, *, began_empty: bool = False
 ) -> Terms:
-    """Refuse a server that cannot keep the promise, and warn of what is not safe, once for each process.
+    """Refuse a server that cannot keep the promise, and warn of what is not safe.
+
+    A process is warned once for each server and kind of warning.
 
     Raises:
-        DurabilityError, ConfigurationError: see ``check_server``.
+        redis.exceptions.ConnectionError: it is no primary now.
+        DurabilityError, ConfigurationError: see ``check_kind`` and ``check_server``.
 
     """
     server = str(settings.url)
+    check_kind(facts, topology=settings.url.topology, server=server)
+    if not facts.is_primary:  # demoted, or not promoted yet
+        raise RedisConnectionError("it is a replica")
     check_server(
         facts,
         durability=settings.durability,
         assume_appendfsync=settings.assume_appendfsync,
         server=server,
     )
-    for warning in warnings_about(facts, topology=settings.url.topology, replicas=settings.replicas):
-        if (server, warning) not in _WARNED:
-            _WARNED.add((server, warning))
-            logger.warning("%s: %s", server, warning)
+    warnings = warnings_about(facts, topology=settings.url.topology, replicas=settings.replicas)
+    for kind, warning in warnings.items():
+        if (place, kind) not in _WARNED:
+            _WARNED.add((place, kind))
+            named = server if settings.url.topology == "standalone" else f"{server} ({place})"
+            logger.warning("%s: %s", named, warning)
     confirming = tuple(confirming_commands(facts, settings))
     settles_at_s = 0.0 if began_empty else _SEEN.meet(place, facts, settle_s=settings.settle_s)
     return Terms(_SEEN.name(facts), Dialect(confirmed=bool(confirming)), confirming, settles_at_s)
@@ -191,12 +199,36 @@ def _tls_options(tls: TlsSettings) -> dict[str, Any]:
         path = getattr(tls, name)
         if path is not None and not os.access(path, os.R_OK):
             raise ConfigurationError(f"setting 'tls.{name}' names {path!r}, which cannot be read")
+    _load_certificates(tls)
     return {
         "ssl_ca_certs": tls.ca_certs_path,
         "ssl_certfile": tls.cert_path,
         "ssl_keyfile": tls.key_path,
         "ssl_check_hostname": tls.check_hostname,
     }
+
+
+def _load_certificates(tls: TlsSettings) -> None:
+    """Refuse files that no connection could use; redis-py would take them for a server that is away."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls.ca_certs_path:
+        try:
+            context.load_verify_locations(tls.ca_certs_path)
+        except ssl.SSLError:
+            raise ConfigurationError(
+                f"setting 'tls.ca_certs_path' names {tls.ca_certs_path!r}, which holds no certificate in PEM"
+            ) from None
+    if tls.key_path and not tls.cert_path:
+        raise ConfigurationError("setting 'tls.key_path' needs 'tls.cert_path', the certificate of the key")
+    if tls.cert_path:
+        try:
+            # Without any password OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(tls.cert_path, tls.key_path, password="")
+        except ssl.SSLError:
+            raise ConfigurationError(
+                "'tls.cert_path' and 'tls.key_path' are no certificate in PEM and its key, which must "
+                "not be encrypted; without 'tls.key_path' both must be in the file of 'tls.cert_path'"
+            ) from None
 
 
 def _count(reply: Any) -> int:

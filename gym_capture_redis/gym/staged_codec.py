@@ -114,13 +114,13 @@ def encode(
 
     """
     if not isinstance(record, _StagedCallRecord):
-        raise InvalidRecordError(f"a StagedCallRecord can be staged, not a {type(record).__name__}")
+        raise InvalidRecordError(f"a StagedCallRecord can be staged, nothing of type {type(record).__name__}")
     rollout_id = validate_rollout_id(record.rollout_id)
     subject = Subject(rollout_id, validate_call_id(record.model_call_id, rollout_id=rollout_id))
     about = {"rollout_id": rollout_id, "model_call_id": subject.model_call_id}
     if attachments is not None and not isinstance(attachments, Mapping):
         raise InvalidRecordError(
-            f"attachments must be a mapping, not a {type(attachments).__name__}", **about
+            f"attachments must be a mapping, not of type {type(attachments).__name__}", **about
         )
     try:
         # Once more, and on a copy: it can have changed since it was built.

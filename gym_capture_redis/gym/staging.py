@@ -433,7 +433,9 @@ def _address(staging_key: str) -> _Address:
 
     """
     if not isinstance(staging_key, str):
-        raise InvalidIdentifierError(f"a staging key must be a string, not a {type(staging_key).__name__}")
+        raise InvalidIdentifierError(
+            f"a staging key must be a string, not of type {type(staging_key).__name__}"
+        )
     rollout_id, _, call = staging_key.partition("/")
     validate_rollout_id(rollout_id)
     return _Address(staging_key, rollout_id, validate_call_id(call, rollout_id=rollout_id))

@@ -480,7 +480,12 @@ def changed(**fields: Any) -> Any:
         (changed(schema_version=99), None, InvalidRecordError, "schema_version"),
         (changed(rollout_id="a/b"), None, InvalidIdentifierError, "rollout id 'a/b' is refused"),
         (changed(model_call_id="c" * 2_000), None, InvalidIdentifierError, "it has 2000 bytes"),
-        ({"rollout_id": "r"}, None, InvalidRecordError, "a StagedCallRecord can be staged, not a dict"),
+        (
+            {"rollout_id": "r"},
+            None,
+            InvalidRecordError,
+            "a StagedCallRecord can be staged, nothing of type dict",
+        ),
         (staged_record(ids=[2**63]), None, InvalidRecordError, "outside 0 to 2.*63 - 1"),
         (staged_record(), [b"x"], InvalidRecordError, "attachments must be a mapping, not a list"),
         (

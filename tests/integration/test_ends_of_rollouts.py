@@ -81,7 +81,7 @@ async def test_true_counts_as_one_as_it_does_everywhere_in_python(clients: Clien
 async def test_a_version_of_another_type_is_refused(clients: Clients, version: Any) -> None:
     outcome = await drop_among_others(clients, version=version)
     assert isinstance(outcome, TypeError)
-    assert f"not a {type(version).__name__}" in str(outcome)
+    assert f"not of type {type(version).__name__}" in str(outcome)
 
 
 @pytest.mark.parametrize("snapshot_id", ["", "other", "\ud800", "a\0b", "x" * 10_000], ids=ascii)
@@ -93,7 +93,7 @@ async def test_an_id_that_there_is_not_drops_nothing(clients: Clients, snapshot_
 async def test_an_id_of_another_type_is_refused(clients: Clients, snapshot_id: Any) -> None:
     outcome = await drop_among_others(clients, snapshot_id=snapshot_id)
     assert isinstance(outcome, TypeError)
-    assert f"not a {type(snapshot_id).__name__}" in str(outcome)
+    assert f"not of type {type(snapshot_id).__name__}" in str(outcome)
 
 
 # What is reported as removed

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cluster import SLOTS, ClusterNode
 from support.names import steady_repr
 from support.proxies import StallingProxy
 from support.sample_entries import exact_dump, sample_entry
+from support.sentinel import SentinelServer
 from support.servers import RealServer, free_port
 
 from gym_capture_redis.errors import (
@@ -157,6 +159,25 @@ async def test_a_server_without_a_command_is_told_so(
 
 async def test_a_database_that_does_not_exist_is_told_at_once(server: RealServer) -> None:
     check(await first_error(f"{server.url}?db=99"), ConfigurationError, "database")
+
+
+# A server of another kind
+
+
+async def test_a_server_of_another_kind_than_the_url_says_is_told_at_once(real_server: RealServer) -> None:
+    place = f"127.0.0.1:{real_server.port}"
+    error = await first_error(f"redis+cluster://{place}")
+    check(error, ConfigurationError, f"^{place} is no node of a Cluster; use redis://")
+    error = await first_error(f"redis+sentinel://{place}/service")
+    check(error, ConfigurationError, f"^{place} is no Sentinel")
+    with ClusterNode(real_server.binary) as node:
+        check(await first_error(node.tcp_url), ConfigurationError, r"use redis\+cluster://")
+        node.ask("ADDSLOTSRANGE", 0, SLOTS - 1)
+        check(await first_error(node.tcp_url), ConfigurationError, r"use redis\+cluster://")
+    with SentinelServer(real_server.binary, real_server.port) as sentinel:
+        check(await first_error(sentinel.tcp_url), ConfigurationError, r"use redis\+sentinel://.*/service")
+        error = await first_error(f"redis+cluster://127.0.0.1:{sentinel.port}")
+        check(error, ConfigurationError, "is no node of a Cluster")
 
 
 # Durability

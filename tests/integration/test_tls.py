@@ -10,7 +10,7 @@ import trustme
 from support.sample_entries import sample_entry
 from support.servers import RealServer, free_port
 
-from gym_capture_redis.errors import BackendUnavailableError
+from gym_capture_redis.errors import ConfigurationError
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
@@ -58,8 +58,8 @@ async def test_a_record_goes_through_over_tls(
 
 
 async def test_an_unknown_authority_is_not_trusted(tls_url: str, namespace: str) -> None:
-    async with RedisTokenSink(tls_url, namespace=namespace, timeout_s=2) as sink:
-        with pytest.raises(BackendUnavailableError, match="certificate verify failed"):
+    async with RedisTokenSink(tls_url, namespace=namespace) as sink:
+        with pytest.raises(ConfigurationError, match=r"not trusted.*\(.*self.signed.*\)"):
             await sink.begin_call("r", "c")
 
 
@@ -68,6 +68,35 @@ async def test_a_certificate_of_another_host_is_not_trusted(
 ) -> None:
     other_name = tls_url.replace("localhost", "127.0.0.1")
     tls = {"ca_certs_path": str(certificate[0])}
-    async with RedisTokenSink(other_name, namespace=namespace, tls=tls, timeout_s=2) as sink:
-        with pytest.raises(BackendUnavailableError, match="certificate verify failed"):
+    async with RedisTokenSink(other_name, namespace=namespace, tls=tls) as sink:
+        with pytest.raises(ConfigurationError, match=r"check the host in the URL.*\(IP address mismatch"):
             await sink.begin_call("r", "c")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ca_certs_path": "no certificate"}, r"'tls\.ca_certs_path' names .*, which holds no certificate"),
+        ({"cert_path": "no certificate"}, r"are no certificate"),
+        ({"cert_path": "authority"}, r"without 'tls\.key_path' both must be in the file"),
+        ({"cert_path": "authority", "key_path": "server"}, "no certificate in PEM and its key"),
+        ({"key_path": "server"}, r"'tls\.key_path' needs 'tls\.cert_path'"),
+    ],
+)
+async def test_files_that_no_connection_could_use_are_told_at_the_first_call(
+    certificate: tuple[Path, Path], tmp_path: Path, given: dict[str, str], message: str
+) -> None:
+    (text := tmp_path / "text").write_text("no certificate\n")
+    files = {"no certificate": text, "authority": certificate[0], "server": certificate[1]}
+    tls = {name: str(files[file]) for name, file in given.items()}
+    async with RedisTokenSink("rediss://127.0.0.1:1", tls=tls) as sink:
+        with pytest.raises(ConfigurationError, match=message):
+            await sink.begin_call("r", "c")
+
+
+async def test_a_certificate_with_its_key_in_one_file_is_taken(
+    tls_url: str, certificate: tuple[Path, Path], namespace: str
+) -> None:
+    tls = {"ca_certs_path": str(certificate[0]), "cert_path": str(certificate[1])}
+    async with RedisTokenSink(tls_url, namespace=namespace, tls=tls) as sink:
+        await sink.begin_call("r", "c")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 import pytest
 from redis import exceptions as redis_errors
 
@@ -192,6 +194,24 @@ def test_only_a_missing_script_is_sent_by_source() -> None:
     assert is_unknown_script(redis_errors.NoScriptError("No matching script. Please use EVAL."))
     assert not is_unknown_script(redis_errors.ResponseError("ERR something"))
     assert not is_transient(redis_errors.NoScriptError("No matching script. Please use EVAL."))
+
+
+@pytest.mark.parametrize("met", [ssl.SSLError(1, "tlsv1 alert"), ssl.SSLEOFError(8, "EOF"), OSError("away")])
+def test_only_a_certificate_that_is_refused_ends_the_tries_to_connect_over_tls(met: OSError) -> None:
+    untrusted = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    untrusted.verify_message = "self-signed certificate"
+    assert is_transient(met_while_connecting(met))
+    assert not is_transient(met_while_connecting(untrusted))
+    meant = final_error(met_while_connecting(untrusted), SERVER)
+    assert type(meant) is ConfigurationError
+    assert str(meant).endswith("(self-signed certificate)")
+
+
+def met_while_connecting(met: OSError) -> Exception:
+    """As redis-py hands on what a connection met."""
+    error = redis_errors.ConnectionError(str(met))
+    error.__context__ = met
+    return error
 
 
 def wrapped(cause: Exception) -> Exception:

@@ -128,3 +128,14 @@ def test_the_prefixes_of_fields_are_two_bytes_and_differ() -> None:
     prefixes = [b"i:", b"b:", keys.RECORD, keys.INTENT, keys.FAILURE, keys.REFUSAL, b"s:", b"o:"]
     assert len(set(prefixes)) == len(prefixes)
     assert {len(prefix) for prefix in prefixes} == {2}
+
+
+@pytest.mark.parametrize("wrong", [None, 5, object()])
+def test_ids_that_are_none_at_all_are_refused_in_clear_words(wrong: Any) -> None:
+    named = type(wrong).__name__
+    with pytest.raises(TypeError, match=f"rollout_ids must be an iterable of ids, not of type {named}"):
+        keys.distinct(wrong)
+
+
+def test_each_id_comes_once_in_order() -> None:
+    assert keys.distinct(iter("bab")) == ["b", "a"]

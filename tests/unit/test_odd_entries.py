@@ -146,7 +146,7 @@ def test_a_model_that_serialises_as_text_is_no_record() -> None:
 
 @pytest.mark.parametrize("thing", [None, {"rollout_id": "r"}, TokenEntry, "text"], ids=repr)
 def test_what_is_no_model_at_all_is_refused_by_its_type(thing: Any) -> None:
-    assert f"not a {type(thing).__name__}" in str(refusal_of(thing))
+    assert f"nothing of type {type(thing).__name__}" in str(refusal_of(thing))
 
 
 def test_details_of_a_refusal_have_a_limit_in_packed_bytes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -14,13 +15,14 @@ from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.server_check import (
     ServerFacts,
     ServersSeen,
+    check_kind,
     check_server,
     confirming_commands,
     warnings_about,
 )
-from gym_capture_redis.server_url import Topology
+from gym_capture_redis.server_url import Address, Topology
 from gym_capture_redis.settings import Durability, SinkSettings
-from gym_capture_redis.wire import read_facts
+from gym_capture_redis.wire import agree, read_facts
 
 SERVER = "redis://server:6379/0"
 ABLE = ServerFacts(
@@ -121,6 +123,28 @@ def test_a_server_without_script_flags_is_refused(version: tuple[int, ...]) -> N
 @pytest.mark.parametrize("version", [(7, 0), (7, 2, 4), (8, 2, 3), (10, 0)])
 def test_newer_servers_are_taken(version: tuple[int, ...]) -> None:
     check(version=version)
+
+
+@pytest.mark.parametrize(
+    ("line", "topology", "message"),
+    [
+        ("redis_mode:sentinel", "standalone", r"is a Sentinel; use redis\+sentinel://host:port/service"),
+        ("server_mode:sentinel", "standalone", "is a Sentinel"),
+        ("cluster_enabled:1", "standalone", r"is a node of a Cluster; use redis\+cluster://"),
+        ("cluster_enabled:1", "sentinel", r"is a node of a Cluster; use redis\+cluster://"),
+        ("cluster_enabled:1", "cluster", None),
+        ("redis_mode:standalone\r\ncluster_enabled:0", "standalone", None),
+    ],
+)
+def test_a_server_of_another_kind_than_the_url_says_is_refused(
+    line: str, topology: Topology, message: str | None
+) -> None:
+    facts = ServerFacts.parse(INFO + line.encode(), None)
+    if message is None:
+        check_kind(facts, topology=topology, server=SERVER)
+        return
+    with pytest.raises(ConfigurationError, match=f"^{SERVER} {message}"):
+        check_kind(facts, topology=topology, server=SERVER)
 
 
 INFO = (
@@ -251,7 +275,20 @@ def test_what_is_unsafe_is_warned_of(
 ) -> None:
     told = warnings_about(ServerFacts(**vars(ABLE) | facts), topology=topology, replicas=replicas)
     assert len(told) == (warned is not None)
-    assert (warned or "") in "".join(told)
+    assert (warned or "") in "".join(told.values())
+
+
+@pytest.mark.parametrize("url", ["redis://a", "redis+cluster://a,b"])
+def test_each_server_is_warned_of_once_however_full_it_gets(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = SinkSettings.build(url, "run", {})
+    first, second = Address(uuid.uuid4().hex, 1), Address(uuid.uuid4().hex, 2)
+    for place, used in ((first, 91), (first, 92), (second, 91), (second, 99)):
+        agree(ServerFacts(**vars(ABLE) | {"maxmemory": 100, "used_memory": used}), made, place)
+    assert len(caplog.messages) == 2
+    assert all("91% of its maxmemory" in told for told in caplog.messages)
+    assert (str(first) in caplog.messages[0]) == ("cluster" in url)
 
 
 # How long a server may still be getting back what it forgot

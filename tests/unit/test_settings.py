@@ -19,13 +19,26 @@ from gym_capture_redis.errors import ConfigurationError, InvalidIdentifierError
 from gym_capture_redis.server_url import DEFAULT_PORT, ServerUrl
 from gym_capture_redis.settings import (
     URL_VARIABLE,
+    LedgerSettings,
+    LineageSettings,
+    ServerSettings,
     SinkSettings,
     SourceSettings,
+    StagingSinkSettings,
+    StagingSourceSettings,
 )
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
 
 ENDPOINTS = [RedisTokenSink, RedisTokenSource]
+CLASSES: list[type[ServerSettings]] = [
+    SinkSettings,
+    SourceSettings,
+    LineageSettings,
+    LedgerSettings,
+    StagingSinkSettings,
+    StagingSourceSettings,
+]
 
 
 class Container(Mapping[str, Any]):
@@ -168,9 +181,10 @@ def test_a_url_is_shown_without_its_credentials(url: str, shown: str) -> None:
         ("redis+sentinel://a,b/service/x", "database in the Redis URL is not a number"),
         ("redis+sentinel:///service", "names one or more hosts"),
         ("redis+cluster://", "names one or more hosts"),
-        ("redis+cluster://a,,b", "cannot be parsed"),
-        ("redis+cluster://a:1:2", "cannot be parsed"),
-        ("redis+cluster://a:0", "cannot be parsed"),
+        ("redis+cluster://a,,b", "cannot be parsed: a host is missing"),
+        ("redis+cluster://a,:1", "cannot be parsed: a host is missing"),
+        ("redis+cluster://a:1:2", "cannot be parsed: its host has .* a ':'"),
+        ("redis+cluster://a:0", "cannot be parsed: its port is not a number from 1 to 65535"),
         ("redis+cluster://a/1", "a Cluster has database 0 only"),
         ("redis://a,b", r"several hosts need.*\+sentinel or \+cluster"),
         ("unix:", "needs the path of the socket"),
@@ -178,11 +192,20 @@ def test_a_url_is_shown_without_its_credentials(url: str, shown: str) -> None:
         ("embedded://runs/today", "absolute path"),
         ("embedded:runs/today", "absolute path, as in embedded:///absolute/path"),
         ("embedded:./runs", "absolute path, as in embedded:///absolute/path"),
-        ("redis://server:port", "cannot be parsed"),
-        ("redis://server:-1", "cannot be parsed"),
-        ("redis://server:65536", "cannot be parsed"),
-        ("redis://server:0", "cannot be parsed"),
-        ("redis://[::1", "cannot be parsed"),
+        ("redis://server:port", "cannot be parsed: its port is not a number"),
+        ("redis://server:", "cannot be parsed: its port is not a number"),
+        ("redis://server:-1", "cannot be parsed: its port is not a number"),
+        ("redis://server:65536", "cannot be parsed: its port is not a number from 1 to 65535"),
+        ("redis://server:0", "cannot be parsed: its port is not a number from 1"),
+        ("redis://server:²", "cannot be parsed: its port is not a number from 1"),
+        ("redis://[::1", r"cannot be parsed: brackets stand around an IPv6 address only, as in \[::1\]"),
+        ("redis://a\u2100b", "cannot be parsed: a character in it looks like"),
+        ("redis://::1", "cannot be parsed: its host has .* an IPv6 address has in brackets only"),
+        ("redis://ser ver", "cannot be parsed: its host has white space"),
+        ("redis://server :6379", "cannot be parsed: its host has white space"),
+        ("redis://:a?b@server", "cannot be parsed: .*in a password .* must be percent-encoded"),
+        (" redis://server", "begins or ends with white space"),
+        ("redis://server/0\n", "begins or ends with white space"),
         ("redis://server#x", "'#'.*%23"),
     ],
 )
@@ -254,8 +277,12 @@ def test_a_password_setting_is_never_shown() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"time_out": 5}, "'time_out' is not a setting; the settings are .*timeout_s"),
-        ({"tls": {"ca": "x"}}, "'tls.ca' is not a setting"),
+        ({"time_out": 5}, "'time_out' is not a setting; the settings are url, namespace, .*timeout_s"),
+        ({"nmspace": "x"}, "'nmspace' is not a setting; the settings are url, namespace, "),
+        (
+            {"tls": {"ca": "x"}},
+            "'tls.ca' is not a setting; the settings of tls are ca_certs_path, [a-z_, ]*$",
+        ),
         ({"timeout_s": 0}, "setting 'timeout_s' is refused"),
         ({"timeout_s": float("inf")}, "setting 'timeout_s' is refused"),
         ({"timeout_s": float("nan")}, "setting 'timeout_s' is refused"),
@@ -269,7 +296,7 @@ def test_a_password_setting_is_never_shown() -> None:
     ids=repr,
 )
 def test_a_wrong_setting_is_refused_by_name(endpoint: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=f"^{endpoint.__name__}: .*{message}"):
         endpoint("rediss://server", **settings)
 
 
@@ -313,8 +340,13 @@ def test_a_setting_of_the_other_end_or_out_of_range_is_refused(
 def test_an_unknown_setting_is_told_what_there_is() -> None:
     with pytest.raises(ConfigurationError) as refusal:
         RedisTokenSink("redis://server", max_bytes=1)
-    for name in set(SinkSettings.model_fields) - {"url", "namespace"}:
+    for name in SinkSettings.model_fields:
         assert name in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_each_kind_of_settings_names_the_class_that_takes_them(kind: type[ServerSettings]) -> None:
+    assert f"``{kind.used_by}``" in str(kind.__doc__)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -333,7 +365,7 @@ def test_a_namespace_outside_the_alphabet_is_refused(endpoint: Any, namespace: A
 
 @pytest.mark.parametrize("url", [5, b"redis://server", ["redis://server"]])
 def test_a_url_must_be_text(url: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"url must be a string, not a {type(url).__name__}"):
+    with pytest.raises(ConfigurationError, match=f"url must be a string, not of type {type(url).__name__}"):
         RedisTokenSink(url)
 
 

@@ -10,6 +10,7 @@ import pytest
 from gym_capture_redis import (
     ConfigurationError,
     InvalidIdentifierError,
+    RedisTokenSink,
     RedisTokenSource,
     token_source_factory,
 )
@@ -55,6 +56,14 @@ def test_what_no_source_would_take_is_refused_where_the_factory_is_made(
 ) -> None:
     with pytest.raises(error):
         token_source_factory(**arguments)
+
+
+def test_a_source_is_not_sent_itself_used_or_not() -> None:
+    source = RedisTokenSource("fakeredis://pickling", durability="memory")
+    with pytest.raises(TypeError, match=r"a RedisTokenSource cannot be pickled.*token_source_factory\(...\)"):
+        pickle.dumps(source)
+    with pytest.raises(TypeError, match="a RedisTokenSink cannot be pickled"):
+        pickle.dumps(RedisTokenSink("redis://host"))
 
 
 def test_it_does_not_show_the_password() -> None:

@@ -350,7 +350,16 @@ def test_a_relative_path_is_meant_as_it_is_now(monkeypatch: pytest.MonkeyPatch, 
     assert settings.spill_dir == tmp_path / "spill"
 
 
-@pytest.mark.parametrize("value", ["", b"spill", "a\0b", 7, ["spill"]])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_in_the_home_directory_is_meant_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[str | Path]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = SinkSettings.build("redis://server", "run", {"spill_dir": kind("~/spill")})
+    assert settings.spill_dir == tmp_path / "spill"
+
+
+@pytest.mark.parametrize("value", ["", b"spill", "a\0b", 7, ["spill"], "~no-such-user/spill"])
 def test_what_is_no_path_is_refused_by_name(value: object) -> None:
     with pytest.raises(ConfigurationError, match="spill_dir"):
         SinkSettings.build("redis://server", "run", {"spill_dir": value})
