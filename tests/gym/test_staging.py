@@ -487,7 +487,7 @@ def changed(**fields: Any) -> Any:
             "a StagedCallRecord can be staged, nothing of type dict",
         ),
         (staged_record(ids=[2**63]), None, InvalidRecordError, "outside 0 to 2.*63 - 1"),
-        (staged_record(), [b"x"], InvalidRecordError, "attachments must be a mapping, not a list"),
+        (staged_record(), [b"x"], InvalidRecordError, "attachments must be a mapping, not of type list"),
         (
             staged_record(),
             {"x": np.array([None])},
