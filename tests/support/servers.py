@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,8 @@ from support.polling import wait_until
 
 START_TIMEOUT_S = 20.0
 FIRST_PORT, PORTS = 10_000, 22_000
+MOST_WORKERS = 8
+"""Of pytest-xdist, before two of them have the same ports."""
 
 BINARIES: dict[str, Callable[[], Path | None]] = {}
 
@@ -45,13 +48,25 @@ def _redis() -> Path | None:
     return Path(found) if found else None
 
 
+def _ports_of_process() -> Iterator[int]:
+    """Each port once before any comes again. Processes that share the tests have ports of their own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    share = PORTS // MOST_WORKERS
+    first = FIRST_PORT + worker % MOST_WORKERS * share
+    begin = secrets.randbelow(share)
+    return itertools.cycle([first + (begin + number) % share for number in range(share)])
+
+
+_ports = _ports_of_process()
+
+
 def free_port() -> int:
     """A port that no outgoing connection is given, so that it is still free when its server starts again."""
-    while True:
-        port = FIRST_PORT + secrets.randbelow(PORTS)
+    for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("they never end")
 
 
 class RealServer:
