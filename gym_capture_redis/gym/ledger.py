@@ -267,11 +267,13 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
     async def _write_row(self, executor: Executor, row: StoredRow, deadline: float) -> Reply:
         """Add a row to the attempt that is there. It never begins one itself, in case it arrives twice."""
         key, subject = self._key(row.rollout_id), Subject(row.rollout_id, row.model_call_id)
-        incarnation = self._attempt(row.rollout_id)
+        incarnation = self._attempts.joined(row.rollout_id)
         while True:
             if not incarnation:
                 join = scripts.join(key, new_incarnation=new_name())
-                incarnation = (await executor.run(join, subject, deadline=deadline)).incarnation
+                joined = await executor.run(join, subject, deadline=deadline)
+                self._attempts.join(row.rollout_id, joined)
+                incarnation = joined.incarnation
             call = scripts.record(key, row.model_call_id, row.stored, incarnation=incarnation)
             reply = await executor.run(call, subject, deadline=deadline)
             if reply.code != "CHANGED":
@@ -287,7 +289,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         """Add a failure to the attempt that is there, or begin one: rather one failure too many."""
         call_id = subject.model_call_id or ""
         text = ledger_rows.encode_reason(reason, rollout_id=subject.rollout_id, model_call_id=call_id)
-        for incarnation in (self._attempt(subject.rollout_id), ""):
+        for incarnation in (self._attempts.joined(subject.rollout_id), ""):
             call = scripts.fail(
                 self._key(subject.rollout_id),
                 call_id,
@@ -301,11 +303,6 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         if reply.code != "RETIRED":
             await self._note(executor, subject, reply, REFUSAL, deadline)
         return reply
-
-    def _attempt(self, rollout_id: str) -> str:
-        """Incarnation of the attempt that this process last heard of."""
-        position = self._attempts.position(rollout_id)
-        return position.incarnation if position is not None else ""
 
     async def _read(
         self,

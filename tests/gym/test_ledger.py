@@ -910,6 +910,22 @@ async def test_a_server_that_comes_back_empty_makes_nothing_look_whole_or_new(
     await run.close()
 
 
+async def test_a_row_that_comes_after_the_loss_of_all_others_does_not_expire(one_server: RealServer) -> None:
+    """The mark of what was lost stays for a day only, until somebody speaks of the rollout."""
+    run = Run(one_server.url, "run")
+    ledger = run.ledger()
+    first, second = chain("r", 2)
+    await ledger.record(first.commit)
+    await asyncio.to_thread(come_back_empty, one_server)
+    await ledger.has_rows("r")
+    with one_server.client() as client:
+        key = ledger_key("run", "r").decode()
+        assert client.ttl(key) > 0
+        await ledger.record(second.commit)
+        assert client.ttl(key) == -1
+    await run.close()
+
+
 async def test_rows_that_nobody_keeps_are_noticed_by_their_numbers(server: RealServer) -> None:
     run = Run(server.url, "run", max_recent_bytes=0)
     ledger = run.ledger()
