@@ -18,12 +18,20 @@ from gym_capture_redis.errors import InvalidRecordError
 
 MAX_ID = 2**63 - 1
 _NARROW_IDS = np.dtype("<u4")
+_TYPES = {code: (np.dtype(code), np.dtype(code).newbyteorder("<")) for code in "IQd"}
+"""Of the standard library's arrays, by their code: as this machine has them, and as they are stored."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 UNSIGNED = ("u1", "u2", "u3", "u4", "u8")
 _SIGNED = ("i1", "i2", "i4", "i8")
 _INTEGERS = frozenset((*UNSIGNED, *_SIGNED))
+_BITS = 64
+_NARROWEST: dict[tuple[str, ...], tuple[str, ...]] = {
+    types: tuple(next(name for name in types if bits <= 8 * int(name[1])) for bits in range(_BITS + 1))
+    for types in (UNSIGNED, _SIGNED)
+}
+"""The narrowest of these types, for each number of bits."""
 _FLOATS = ("f4", "f8")
 _FLOAT_ARRAYS = ("<f2", "<f4", "<f8", ">f2", ">f4", ">f8")
 _REALS = (float, int, np.float16, np.float32, np.integer)
@@ -51,8 +59,9 @@ def joined_ids(prompt: Any, generation: Any) -> tuple[Array, int]:
     """
     if isinstance(prompt, list) and isinstance(generation, list):
         try:  # nearly always, and without another copy
-            numbers = array("I", prompt)
-            numbers.extend(array("I", generation))
+            numbers = array("I")
+            numbers.fromlist(prompt)
+            numbers.fromlist(generation)
         except (OverflowError, TypeError):
             pass
         else:
@@ -90,7 +99,6 @@ def is_plain_row(numbers: Array) -> bool:
 
 
 def _from_list(ids: Any) -> Array | None:
-    """The standard library converts a list of Python integers several times faster than numpy does."""
     if not isinstance(ids, list | tuple):
         return None
     for code in ("I", "Q"):
@@ -101,10 +109,11 @@ def _from_list(ids: Any) -> Array | None:
     return None
 
 
-def _as_array(numbers: array[int]) -> Array:
+def _as_array(numbers: array[Any]) -> Array:
+    native, little_endian = _TYPES[numbers.typecode]
     if not numbers:
-        return np.empty(0, f"<u{numbers.itemsize}")
-    return np.frombuffer(numbers, f"=u{numbers.itemsize}").astype(f"<u{numbers.itemsize}", copy=False)
+        return np.empty(0, little_endian)
+    return np.frombuffer(numbers, native).astype(little_endian, copy=False)
 
 
 def pack_integers(numbers: Array) -> Packed:
@@ -131,11 +140,9 @@ def pack_rows(rows: Array) -> list[Packed]:
 
 
 def _narrowest(types: tuple[str, ...], bits: int) -> str:
-    """The narrowest of the types with so many bits."""
-    for name in types:
-        if bits <= 8 * int(name[1]):
-            return name
-    raise InvalidRecordError("the record is invalid: an integer does not fit 64 bits")
+    if bits > _BITS:
+        raise InvalidRecordError("the record is invalid: an integer does not fit 64 bits")
+    return _NARROWEST[types][bits]
 
 
 def _narrowed(numbers: Array, name: str) -> bytes:
@@ -198,14 +205,15 @@ def pack_log_probs(values: Any) -> Packed:
         ):
             raise InvalidRecordError(_NO_FLOATS)
         try:
-            wide = np.frombuffer(array("d", values), "=f8").astype("<f8", copy=False)
+            wide = _as_array(array("d", values))
         except (TypeError, OverflowError):  # such as an integer beyond all floats
             raise InvalidRecordError(_NO_FLOATS) from None
     if not np.isfinite(wide).all():
         raise InvalidRecordError("the record is invalid: generation_log_probs holds NaN or an infinity")
     with np.errstate(over="ignore"):
         narrow = wide.astype("<f4")
-    return Packed("f4", narrow.tobytes()) if (narrow == wide).all() else Packed("f8", wide.tobytes())
+    raw = wide.tobytes()
+    return Packed("f4", narrow.tobytes()) if narrow.astype("<f8").tobytes() == raw else Packed("f8", raw)
 
 
 def unpack_log_probs(packed: Packed) -> Array:
