@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gym_capture_redis.blocks import ROOT, TokenSequence
@@ -34,9 +34,12 @@ class _Rollout:
         return _ROLLOUT_BYTES + _NAME_BYTES * len(self.stored) + self.sequence_bytes
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Add a sequence, in place of those that it goes on from, unless it would spare no hashing."""
-        if sequence.names and not any(sequence.end in kept.names for kept in self.sequences):
-            others = [kept for kept in self.sequences if kept.end not in sequence.names]
+        """Add a stored sequence, in place of those that it goes on from, unless it would spare no hashing."""
+        earlier = (kept for kept in self.sequences if sequence.goes_on_from(kept) and kept.end in self.stored)
+        known = next((len(kept.names) for kept in earlier), 0)
+        self.stored.update(sequence.names[known:])
+        if sequence.names and not any(kept.goes_on_from(sequence) for kept in self.sequences):
+            others = [kept for kept in self.sequences if not sequence.goes_on_from(kept)]
             self.sequences = (sequence.without_tail(), *others)[:MAX_BRANCHES]
             self.sequence_bytes = sum(kept.ids.nbytes + 8 * len(kept.names) for kept in self.sequences)
 
@@ -49,6 +52,24 @@ class _Contents:
         self.lock = threading.Lock()
         self.rollouts: OrderedDict[str, _Rollout] = OrderedDict()
         self.nbytes = 0
+
+    def taken_out(self, rollout_id: str, incarnation: str) -> _Rollout:
+        """What is remembered of this attempt, to be changed."""
+        rollout = self.rollouts.pop(rollout_id, None)
+        if rollout is None:
+            return _Rollout(incarnation)
+        self.nbytes -= rollout.nbytes
+        if rollout.incarnation != incarnation:
+            rollout.incarnation, rollout.stored = incarnation, set()
+        return rollout
+
+    def put_back(self, rollout_id: str, rollout: _Rollout, max_bytes: int) -> None:
+        """Remember it as the newest; the oldest make room for it."""
+        self.rollouts[rollout_id] = rollout
+        self.nbytes += rollout.nbytes
+        while self.nbytes > max_bytes and self.rollouts:
+            _, oldest = self.rollouts.popitem(last=False)
+            self.nbytes -= oldest.nbytes
 
 
 class BlockCache:
@@ -102,11 +123,19 @@ class BlockCache:
 
     def learn(self, rollout_id: str, incarnation: str, names: Iterable[bytes]) -> None:
         """These blocks, and with them all before them, are stored."""
-        self._add(rollout_id, incarnation, [name for name in names if name != ROOT], None)
+        contents = self._contents()
+        with contents.lock:
+            rollout = contents.taken_out(rollout_id, incarnation)
+            rollout.stored.update(name for name in names if name != ROOT)
+            contents.put_back(rollout_id, rollout, self._max_bytes)
 
     def remember(self, rollout_id: str, incarnation: str, sequence: TokenSequence) -> None:
         """The sequence is stored: keep it for the calls that go on from it."""
-        self._add(rollout_id, incarnation, sequence.names, sequence)
+        contents = self._contents()
+        with contents.lock:
+            rollout = contents.taken_out(rollout_id, incarnation)
+            rollout.keep(sequence)
+            contents.put_back(rollout_id, rollout, self._max_bytes)
 
     def forget(self, rollout_id: str) -> None:
         """What was believed to be stored is not."""
@@ -123,25 +152,3 @@ class BlockCache:
         if self._own.pid != os.getpid():
             self._own = _Contents()
         return self._own
-
-    def _add(
-        self, rollout_id: str, incarnation: str, names: Sequence[bytes], sequence: TokenSequence | None
-    ) -> None:
-        """Add to the rollout, which is the newest now; the oldest make room for it."""
-        contents = self._contents()
-        with contents.lock:
-            rollout = contents.rollouts.pop(rollout_id, None)
-            if rollout is None:
-                rollout = _Rollout()
-            else:
-                contents.nbytes -= rollout.nbytes
-            if rollout.incarnation != incarnation:
-                rollout.incarnation, rollout.stored = incarnation, set()
-            rollout.stored.update(names)
-            if sequence is not None:
-                rollout.keep(sequence)
-            contents.rollouts[rollout_id] = rollout
-            contents.nbytes += rollout.nbytes
-            while contents.nbytes > self._max_bytes and contents.rollouts:
-                _, oldest = contents.rollouts.popitem(last=False)
-                contents.nbytes -= oldest.nbytes

@@ -48,11 +48,13 @@ class TokenSequence:
     """The ids of a call, and ``names`` of its full blocks, root first.
 
     ``values`` are the stored values of the last of them, as many as had to be hashed for their names.
+    ``raw`` are the bytes of ``ids`` where others are to be compared with them, or nothing.
     """
 
     ids: Array
     names: tuple[bytes, ...]
     values: tuple[bytes, ...] = ()
+    raw: bytes = b""
 
     @property
     def end(self) -> bytes:
@@ -81,12 +83,20 @@ class TokenSequence:
 
     def without_tail(self) -> TokenSequence:
         """Its full blocks, without their values: what is worth keeping for the calls that go on from it."""
-        return TokenSequence(self.ids[: len(self.names) * BLOCK_IDS], self.names)
+        raw = self.ids[: len(self.names) * BLOCK_IDS].tobytes()
+        return TokenSequence(np.frombuffer(raw, self.ids.dtype), self.names, raw=raw)
+
+    def goes_on_from(self, other: TokenSequence) -> bool:
+        """Whether its full blocks begin with all those of the other."""
+        place = len(other.names)
+        return self.names[place - 1 : place] == other.names[-1:]
 
     def shared_blocks(self, ids: Array) -> int:
         """How many of its full blocks another sequence begins with."""
         length = min(len(self.names), len(ids) // BLOCK_IDS) * BLOCK_IDS
         ours, theirs = self.ids[:length], ids[:length]
+        if length and ours.dtype == theirs.dtype and self.raw.startswith(theirs.data.cast("B")):
+            return length // BLOCK_IDS  # nearly always, and told sooner than id by id
         equal = ours == theirs
         return (length if equal.all() else int(equal.argmin())) // BLOCK_IDS
 

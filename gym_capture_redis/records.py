@@ -55,6 +55,9 @@ class ParentResolutionStatus(StrEnum):
     """It may continue one, but which was not proven."""
 
 
+_STATUSES = tuple(status.value for status in ParentResolutionStatus)
+
+
 class TokenEntry(BaseModel):
     """What one model call was conditioned on and what it sampled.
 
@@ -140,7 +143,7 @@ def check_entry(entry: TokenEntry) -> None:
 def _check_parent(entry: TokenEntry) -> None:
     status, parent = entry.parent_resolution, entry.parent_call_id
     # Compared by value: the status may be Gym's enum, or a plain string assigned later.
-    if status is not None and status not in list(ParentResolutionStatus):
+    if status is not None and status not in _STATUSES:
         raise ValueError(f"parent_resolution is {status!r}; it can be root, resolved or unresolved.")
     resolved = status == ParentResolutionStatus.RESOLVED
     if resolved and not parent:
