@@ -8,9 +8,7 @@ one. Nothing here decodes by executing.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Hashable, Iterable
-from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
@@ -34,7 +32,8 @@ from gym_capture_redis.packing import (
 )
 from gym_capture_redis.parts import PART_BYTES, PartStore, cut_parts
 from gym_capture_redis.records import SCHEMA_VERSION
-from gym_capture_redis.taking import EMPTY_ARRAYS, SUBJECT_FIELDS, TakenEntry, name_of, reason_of, take
+from gym_capture_redis.small_fields import OMITTED_VALUES, canonical_json, omitted_by
+from gym_capture_redis.taking import EMPTY_ARRAYS, TakenEntry, name_of, reason_of, take
 
 RECORD_FORMAT = 1
 DIGEST_BYTES = 32
@@ -45,28 +44,6 @@ _HEAD_PAIRS = 5
 MAX_DETAILS_BYTES = 65_536
 """Limit of a refusal's details."""
 
-_OMITTED_VALUES: dict[str, Any] = {
-    "schema_version": 1,
-    "model": "",
-    "output_items": [],
-    "token_item_index": None,
-    "response_id": None,
-    "parent_call_id": None,
-    "cum_len": None,
-    "digest": None,
-    "parent_resolution": None,
-    "continuation_fingerprint": "",
-    "continuation_context_len": 0,
-    "continuation_context_digest": "",
-    "parent_resolution_reason": "",
-    "fingerprint_version": None,
-    "prompt_is_delta": False,
-    "prefix_requested": False,
-    "prefix_supplied": False,
-}
-"""Values that a stored record leaves out, and every reader puts back. Part of the format, never changed."""
-
-_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _UNREADABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, msgpack.UnpackException)
 
 
@@ -116,7 +93,7 @@ class ParsedRecord(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """What a record consists of, and what its digest covers. ``fields`` are the small ones that it stores."""
+    """What a record consists of. ``fields`` are the small ones that it stores."""
 
     fields: dict[str, Any]
     end: bytes
@@ -147,14 +124,14 @@ class _Content(NamedTuple):
         tail, log_probs = Packed(*fields["t"]), Packed(*fields["l"])
         return cls(fields["e"], fields["c"], tail, fields["p"], log_probs, fields["x"])
 
-    def digest(self, rollout_id: str, model_call_id: str) -> bytes:
-        """BLAKE2b over a head with all lengths, sorted JSON of the small fields, then each packed array."""
+    def digest(self, rollout_id: str, model_call_id: str, fields_json: bytes) -> bytes:
+        """BLAKE2b over a head with all lengths, the JSON of the small fields, then each packed array."""
         *experts_head, experts_body = [b""] if self.experts is None else self.experts
         if experts_head and experts_head[0] == PLAIN:
-            experts_body = _canonical_json(experts_body)
+            experts_body = canonical_json(experts_body)
         elif isinstance(experts_body, list):
             experts_body = b"".join(experts_body)
-        parts = [_canonical_json(self.fields), self.end, self.tail.raw, self.log_probs.raw, experts_body]
+        parts = [fields_json, self.end, self.tail.raw, self.log_probs.raw, experts_body]
         head = [
             rollout_id,
             model_call_id,
@@ -184,7 +161,6 @@ def encode_taken(
         RecordTooLargeError: record and tokens together exceed ``max_record_bytes``.
 
     """
-    small_fields = entry.small_fields
     rollout_id, model_call_id = entry.subject()
     subject = {"rollout_id": rollout_id, "model_call_id": model_call_id}
     try:
@@ -193,11 +169,9 @@ def encode_taken(
         _check_lengths(len(ids) - prompt_length, log_probs)
         sequence = cut(ids, earlier)
         experts, parts = _taken_apart(pack_experts(entry.routed_experts))
-        content = _Content(
-            _without_omitted(small_fields), sequence.end, sequence.tail, prompt_length, log_probs, experts
-        )
+        content = _Content(entry.small_fields, sequence.end, sequence.tail, prompt_length, log_probs, experts)
         record = content.packed()
-        digest = content.digest(rollout_id, model_call_id)
+        digest = content.digest(rollout_id, model_call_id, entry.small_json)
         seal = sealed(rollout_id, model_call_id, digest, record)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({name_of(subject)})", **subject) from None
@@ -261,7 +235,7 @@ def parse_head(head: bytes, *, rollout_id: str, model_call_id: str) -> RecordHea
         _check_format(fields)
         tail = Packed(*fields["t"])
         check_integers(tail)
-        small_fields = _OMITTED_VALUES | fields["e"]
+        small_fields = OMITTED_VALUES | fields["e"]
         is_newer = small_fields["schema_version"] > SCHEMA_VERSION
     except _UNREADABLE:
         raise CorruptRecordError(f"the stored record is damaged ({name_of(about)})", **about) from None
@@ -370,7 +344,7 @@ def decode_refusal(rollout_id: str, model_call_id: str, code: str, stored: bytes
 
 
 def _refusal_digest(rollout_id: str, model_call_id: str, code: str, packed: bytes) -> bytes:
-    head = _canonical_json([rollout_id, model_call_id, code])
+    head = canonical_json([rollout_id, model_call_id, code])
     return hashlib.blake2b(head + packed, digest_size=DIGEST_BYTES).digest()
 
 
@@ -387,15 +361,6 @@ def _newer_schema(fields: dict[str, Any], about: dict[str, str]) -> UnsupportedF
     )
 
 
-def _without_omitted(small_fields: dict[str, Any]) -> dict[str, Any]:
-    """What is stored of the small fields."""
-    return {
-        name: value
-        for name, value in small_fields.items()
-        if name not in SUBJECT_FIELDS and (name not in _OMITTED_VALUES or value != _OMITTED_VALUES[name])
-    }
-
-
 def _check_lengths(generated: int, log_probs: Packed) -> None:
     scored = log_probs.length
     if generated != scored:
@@ -407,7 +372,7 @@ def _check_lengths(generated: int, log_probs: Packed) -> None:
 def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
     fields = parsed.small_fields
     try:
-        complete = _omitted_by(cast("Hashable", entry_type)) | fields | EMPTY_ARRAYS
+        complete = omitted_by(cast("Hashable", entry_type)) | fields | EMPTY_ARRAYS
         if complete.get("output_items") == []:
             complete["output_items"] = []  # one of its own: a class that declares less may keep it
         return entry_type.model_validate(complete)
@@ -419,14 +384,3 @@ def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str
             f"({name_of(about)})",
             **about,
         ) from None
-
-
-@cache
-def _omitted_by(entry_type: Hashable) -> dict[str, Any]:
-    """What records leave out and this class has: an older one may not know all fields."""
-    known = getattr(entry_type, "model_fields", _OMITTED_VALUES)
-    return {name: value for name, value in _OMITTED_VALUES.items() if name in known}
-
-
-def _canonical_json(value: Any) -> bytes:
-    return _CANONICAL.encode(value).encode("ascii")

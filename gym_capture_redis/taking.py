@@ -6,8 +6,7 @@ refused here (contract, section 2). The arrays are checked when they are packed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -16,12 +15,10 @@ from pydantic_core import PydanticSerializationError
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.experts import expert_bytes
 from gym_capture_redis.records import TokenEntry
+from gym_capture_redis.small_fields import SUBJECT_FIELDS, canonical_json, without_omitted
 
 LARGE_TOKENS = 65_536
 """Records above this many tokens, or with routed experts, are worth a thread of their own."""
-
-SUBJECT_FIELDS = ("rollout_id", "model_call_id")
-"""They are in the names of key and field; the digest covers them."""
 
 ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 EMPTY_ARRAYS: dict[str, Any] = {name: [] for name in ARRAY_FIELDS}
@@ -32,11 +29,13 @@ _BYTES_PER_TOKEN = 16
 """Of an id on its way: four packed, three in a block, and both again in the pipeline."""
 
 
-@dataclass(frozen=True, slots=True)
-class TakenEntry:
-    """The content of an entry: its small fields in their JSON form, and its arrays."""
+class TakenEntry(NamedTuple):
+    """The content of an entry: its arrays, its small fields, and the JSON by which those are compared."""
 
+    rollout_id: Any
+    model_call_id: Any
     small_fields: dict[str, Any]
+    small_json: bytes
     prompt_token_ids: Any
     generation_token_ids: Any
     generation_log_probs: Any
@@ -55,15 +54,11 @@ class TakenEntry:
     @property
     def nbytes(self) -> int:
         """About how much memory encoding and sending it takes."""
-        return (
-            _BYTES_PER_TOKEN * self.tokens
-            + expert_bytes(self.routed_experts)
-            + _text_length(self.small_fields)
-        )
+        return _BYTES_PER_TOKEN * self.tokens + expert_bytes(self.routed_experts) + len(self.small_json)
 
     def subject(self) -> tuple[Any, Any]:
         """Rollout id and call id, not checked."""
-        return self.small_fields.get("rollout_id"), self.small_fields.get("model_call_id")
+        return self.rollout_id, self.model_call_id
 
     def copied(self) -> TakenEntry:
         """The same with arrays of its own, for another thread while the caller may change the entry.
@@ -71,7 +66,9 @@ class TakenEntry:
         Of nested lists only the outermost is copied: the rest would take seconds.
         """
         return TakenEntry(
+            *self.subject(),
             self.small_fields,
+            self.small_json,
             _copied(self.prompt_token_ids),
             _copied(self.generation_token_ids),
             _copied(self.generation_log_probs),
@@ -88,8 +85,15 @@ def take(entry: Any) -> TakenEntry:
     """
     small_fields = _content_without_arrays(entry)
     _check_rereading(small_fields)
+    subject = {name: small_fields.get(name) for name in SUBJECT_FIELDS}
+    stored = without_omitted(small_fields)
+    try:
+        small_json = canonical_json(stored)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _unserialisable(error, subject) from None
     arrays = {name: getattr(entry, name) for name in ARRAY_FIELDS}
-    return TakenEntry(small_fields, **arrays, routed_experts=getattr(entry, "routed_experts", None))
+    experts = getattr(entry, "routed_experts", None)
+    return TakenEntry(**subject, small_fields=stored, small_json=small_json, **arrays, routed_experts=experts)
 
 
 def _content_without_arrays(entry: Any) -> dict[str, Any]:
@@ -103,9 +107,7 @@ def _content_without_arrays(entry: Any) -> dict[str, Any]:
         dumped: Any = entry.model_dump(mode="json", exclude=_PACKED_FIELDS, warnings=False)
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
         subject = {name: _text_or_none(getattr(entry, name)) for name in SUBJECT_FIELDS}
-        raise InvalidRecordError(
-            f"the record cannot be serialised: {reason_of(error)} ({name_of(subject)})", **subject
-        ) from None
+        raise _unserialisable(error, subject) from None
     if not isinstance(dumped, dict):
         raise InvalidRecordError(f"a {type(entry).__name__} is serialised as something else than its fields")
     return dumped
@@ -125,6 +127,12 @@ def _check_rereading(small_fields: dict[str, Any]) -> None:
         raise _invalid(f"{changed[0]} would be read back as another value", small_fields)
 
 
+def _unserialisable(error: Exception, subject: dict[str, Any]) -> InvalidRecordError:
+    return InvalidRecordError(
+        f"the record cannot be serialised: {reason_of(error)} ({name_of(subject)})", **subject
+    )
+
+
 def _invalid(problem: str, small_fields: dict[str, Any]) -> InvalidRecordError:
     subject = {name: small_fields.get(name) for name in SUBJECT_FIELDS}
     return InvalidRecordError(f"the record is invalid: {problem} ({name_of(subject)})", **subject)
@@ -138,20 +146,6 @@ def _length(values: Any) -> int:
         if isinstance(values, list | tuple)
         else 0
     )
-
-
-def _text_length(fields: dict[str, Any]) -> int:
-    """Characters of all text in the fields: of output items and of extra fields there may be any number."""
-    length, unseen = 0, list(fields.values())
-    while unseen:
-        value = unseen.pop()
-        if isinstance(value, str):
-            length += len(value)
-        elif isinstance(value, dict):
-            unseen += value.values()
-        elif isinstance(value, list):
-            unseen += value
-    return length
 
 
 def _copied(values: Any) -> Any:

@@ -114,7 +114,7 @@ async def bench(valkey9: RealServer, namespace: str, monkeypatch: pytest.MonkeyP
         encode_taken = codec.encode_taken
 
         def count(entry: taking.TakenEntry, **options: Any) -> codec.EncodedRecord:
-            call = entry.small_fields["model_call_id"]
+            call = entry.model_call_id
             made.encoded.append(call)
             made.under_way.add(call)
             made.most_under_way = max(made.most_under_way, len(made.under_way))

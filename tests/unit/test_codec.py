@@ -26,7 +26,7 @@ from support.sample_entries import (
 )
 from support.sequences import random_ids, tree_of
 
-from gym_capture_redis import codec, gym_compat, taking
+from gym_capture_redis import codec, gym_compat, small_fields, taking
 from gym_capture_redis.blocks import NAME_BYTES, ROOT, BlockTree, TokenSequence
 from gym_capture_redis.errors import (
     CorruptRecordError,
@@ -230,7 +230,7 @@ def stored_fields(entry: Any) -> dict[str, Any]:
 
 
 def test_what_is_left_out_is_as_the_format_says_and_a_default_of_the_entry() -> None:
-    assert exact(codec._OMITTED_VALUES) == exact(OMITTED)
+    assert exact(small_fields.OMITTED_VALUES) == exact(OMITTED)
     bare = TokenEntry(**BARE).model_dump(mode="json")
     assert exact({name: bare[name] for name in OMITTED}) == exact(OMITTED)
 
@@ -321,7 +321,7 @@ class OpenEntry(TokenEntry):
 def test_entries_with_the_same_value_left_out_share_nothing(
     entry_type: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec, "_OMITTED_VALUES", deepcopy(codec._OMITTED_VALUES))
+    monkeypatch.setattr(small_fields, "OMITTED_VALUES", deepcopy(small_fields.OMITTED_VALUES))
     first, second = (round_trip(TokenEntry(**BARE), entry_type) for _ in range(2))
     first.output_items.append({"changed": True})
     assert second.output_items == []
