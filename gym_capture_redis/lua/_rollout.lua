@@ -43,13 +43,18 @@ local function parse_state(raw)
   return nil, {'ERROR', 'CORRUPT the state of the rollout is unreadable'}
 end
 
--- The rollout's state as a table, or nil where there is none; the second value is an error to answer.
-local function load_state()
-  local raw = redis.pcall('HGET', key, 's')
-  if type(raw) == 'string' then return parse_state(raw) end
-  if raw then return nil, {'ERROR', raw.err or 'CORRUPT the state cannot be read'} end
-  if redis.call('EXISTS', key) == 0 then return nil, nil end
-  return nil, {'ERROR', 'CORRUPT the rollout has no state'}
+-- The rollout's state as a table, or nil where there is none; an error to answer; values of other fields, false for
+-- those that are not there.
+local function load_state(...)
+  local values = redis.pcall('HMGET', key, 's', ...)
+  if values.err then return nil, {'ERROR', values.err}, {} end
+  local raw = table.remove(values, 1)
+  if raw then
+    local state, err = parse_state(raw)
+    return state, err, values
+  end
+  if redis.call('EXISTS', key) == 0 then return nil, nil, values end
+  return nil, {'ERROR', 'CORRUPT the rollout has no state'}, values
 end
 
 local function format_state(state)

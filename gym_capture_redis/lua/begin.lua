@@ -3,13 +3,13 @@
 -- 2  call
 -- Reply    OK, names of the newest chain ends | SAME (nothing to do), the same | FROZEN | RETIRED
 -- Repeat   safe: SAME
-local state, err = load_state()
-if err then return err end
 local row_field = 'c:' .. arg(2)
+local state, err, known = load_state(row_field)
+if err then return err end
 if state then
   if state.status ~= 'open' then return reply(string.upper(state.status), state) end
   keep(state)
-  if redis.call('HEXISTS', key, row_field) == 1 then return reply('SAME', state, state.ends) end
+  if known[1] then return reply('SAME', state, state.ends) end
 else
   state = new_state(arg(1))
 end

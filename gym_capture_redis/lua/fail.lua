@@ -5,12 +5,12 @@
 -- 4  why: a JSON string without line breaks
 -- Reply    OK | SAME (it is there, for this very reason) | RETIRED | CHANGED (another attempt, or none; nothing changed)
 -- Repeat   safe: SAME
-local state, err = load_state()
-if err then return err end
 local expected, field, reason = arg(2), 'x:' .. arg(3), arg(4)
+local state, err, known = load_state(field)
+if err then return err end
 if state and state.status == 'retired' then return reply('RETIRED', state) end
 if expected ~= '' and (not state or state.incarnation ~= expected) then return reply('CHANGED', state) end
-local reasons = state and redis.call('HGET', key, field)
+local reasons = known[1]
 if reasons and string.find('\n' .. reasons .. '\n', '\n' .. reason .. '\n', 1, true) then
   return reply('SAME', state)
 end

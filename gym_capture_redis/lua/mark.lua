@@ -6,12 +6,12 @@
 -- 5  id of the mark, 16 hex digits: whoever makes the same mark again says the same id
 -- Reply    OK | SAME (this very mark was made already) | RETIRED (also: another attempt)
 -- Repeat   safe: SAME
-local state, err = load_state()
-if err then return err end
 local expected, call, mark_id = arg(2), arg(3), arg(5)
+local state, err, known = load_state('f:' .. call)
+if err then return err end
 if state and state.status == 'retired' then return reply('RETIRED', state) end
 if expected ~= '' and (not state or state.incarnation ~= expected) then return reply('RETIRED', state) end
-local failure = state and redis.call('HGET', key, 'f:' .. call)
+local failure = known[1]
 if failure and string.find(failure, ' ' .. mark_id, 1, true) then return reply('SAME', state) end
 state = state or new_state(arg(1))
 keep(state)

@@ -12,14 +12,13 @@
 --          CONFLICT (other content, or refused: the rollout is now incomplete) | FROZEN |
 --          RETIRED (also: another attempt, or no rollout)
 -- Repeat   safe: SAME
-local state, err = load_state()
+local call, base, parts, names = arg(2), arg(6), arg(7), arg(8)
+local row_field = 'c:' .. call
+local state, err, known = load_state(row_field, 'b:' .. base)
 if err then return err end
 if not state or state.incarnation ~= arg(1) or state.status == 'retired' then
   return reply('RETIRED', state)
 end
-local call, base, parts, names = arg(2), arg(6), arg(7), arg(8)
-local row_field = 'c:' .. call
-local known = redis.call('HMGET', key, row_field, 'b:' .. base)
 local row = known[1]
 local settled = row and row ~= 'n'
 if settled and string.sub(row, 1, DIGEST_END) == string.sub(arg(3), 1, DIGEST_END) then

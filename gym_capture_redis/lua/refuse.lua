@@ -7,14 +7,14 @@
 -- Reply    OK | SAME (refused with this code already) | OTHER_CODE (nothing changed) |
 --          CONFLICT (recorded already: the rollout is now incomplete) | FROZEN | RETIRED
 -- Repeat   safe: SAME
-local state, err = load_state()
-if err then return err end
 local expected, call, code = arg(2), arg(3), arg(4)
+local row_field = 'c:' .. call
+local state, err, known = load_state(row_field)
+if err then return err end
 if expected ~= '' and (not state or state.incarnation ~= expected) then return reply('RETIRED', state) end
-local row_field, row = 'c:' .. call, false
+local row = known[1]
 if state then
   if state.status == 'retired' then return reply('RETIRED', state) end
-  row = redis.call('HGET', key, row_field)
   if row and string.sub(row, 1, #code) == code then return reply('SAME', state) end
   if state.status == 'frozen' then return reply('FROZEN', state) end
   keep(state)
