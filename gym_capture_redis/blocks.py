@@ -68,6 +68,10 @@ class TokenSequence:
         """Name of the block before full block number ``index``, or ``ROOT``."""
         return self.names[index - 1] if index else ROOT
 
+    def length_up_to(self, name: bytes) -> int:
+        """How many ids it has up to the end of its full block of this name; none if it has no such block."""
+        return BLOCK_IDS * (self.names.index(name) + 1) if name in self.names else 0
+
     def blocks_from(self, index: int) -> list[tuple[bytes, bytes]]:
         """Names and stored values of the full blocks from number ``index`` on."""
         hashed = len(self.names) - len(self.values)

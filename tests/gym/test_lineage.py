@@ -290,6 +290,37 @@ async def test_a_branch_reads_only_from_where_it_leaves_what_is_known(valkey_run
     assert moved <= 4, "three blocks of its own, and the one up to the next that was named"
 
 
+async def ids_of_parent(store: Any, turn: Turn) -> tuple[int, ...]:
+    await assert_parent(store, turn)
+    resolution = await store.resolve(turn.entry.rollout_id, continuation(turn))
+    ids: tuple[int, ...] = resolution.match.cumulative_token_ids
+    return ids
+
+
+async def test_ids_that_the_parent_before_began_with_are_not_made_anew(valkey_run: Run) -> None:
+    first, second, third = conversation("r", 3)
+    branch = turn_of("r", "branch", [user("branch")], first.ids[:512] + random_ids(900, 5), random_ids(9, 6))
+    await valkey_run.put(first, second, third, branch)
+    store = valkey_run.store()
+    before = await ids_of_parent(store, first)
+    for turn, shared in ((second, 512), (third, 1024), (first, 0), (branch, 512), (third, 0)):
+        ids = await ids_of_parent(store, turn)
+        same = [one is other for one, other in zip(before, ids, strict=False)]
+        assert same == [True] * shared + [False] * (len(same) - shared)
+        before = ids
+
+
+@pytest.mark.parametrize("lost", ["ids", "references"])
+async def test_it_finds_the_same_where_gym_keeps_nothing(valkey_run: Run, lost: str) -> None:
+    turns = list(conversation("r", 3))
+    store = valkey_run.store(**{"max_cached_tokens": 1} if lost == "ids" else {"max_cached_rollouts": 1})
+    (other,) = conversation("other", 1)
+    await valkey_run.put(*turns, other)
+    for turn in turns:
+        await assert_parent(store, turn)
+        await assert_parent(store, other)
+
+
 async def test_experts_and_log_probabilities_stay_where_they_are(valkey_run: Run) -> None:
     experts = [[[number % 200] * 8] * 48 for number in range(550)]
     (turn,) = conversation("r", 1, routed_experts=experts)

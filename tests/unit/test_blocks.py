@@ -205,6 +205,12 @@ def test_only_full_blocks_are_blocks_and_the_tail_is_the_rest(count: int) -> Non
     assert unpack_integers(sequence.tail).tolist() == IDS[full * BLOCK_IDS : count]
 
 
+def test_a_sequence_tells_how_long_it_is_up_to_a_block() -> None:
+    sequence, another = sequence_of(IDS), sequence_of(IDS[::-1])
+    lengths_up_to = [sequence.length_up_to(name) for name in (ROOT, *sequence.names, another.end)]
+    assert lengths_up_to == [0, BLOCK_IDS, 2 * BLOCK_IDS, 0]
+
+
 def test_every_block_names_the_one_before_it() -> None:
     sequence = sequence_of(IDS)
     blocks = sequence.blocks_from(0)
