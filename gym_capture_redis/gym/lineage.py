@@ -65,7 +65,9 @@ class _Kept(NamedTuple):
     def listed(self, sequence: TokenSequence) -> list[int]:
         """The ids of a sequence; what both begin with is not made anew, which takes longer than all else."""
         shared = sequence.length_up_to(self.end)
-        return [*self.ids[:shared], *sequence.ids[shared:].tolist()]
+        listed = list(self.ids) if shared else []
+        listed[shared:] = sequence.ids[shared:].tolist()
+        return listed
 
 
 _NOTHING_KEPT = _Kept(ROOT, ())
@@ -185,16 +187,16 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
             if not ref.prompt_is_delta:
                 self._prefixes.remember(rollout_id, ref.incarnation, sequence)
         kept = self._kept(rollout_id)
-        return [_entry(rollout_id, ref, sequence, kept) for ref, sequence in zip(refs, sequences, strict=True)]
+        return [_entry(rollout_id, *one, kept) for one in zip(refs, sequences, strict=True)]
 
     def _kept(self, rollout_id: str) -> _Kept:
-        """What Gym keeps of the newest parent, with which most others begin; nothing where it cannot be told."""
+        """What Gym keeps of the newest parent: most others begin with it."""
         try:
             call_id, ids = self._cached_materialized(rollout_id)
             _, refs, _ = self._cache[rollout_id]
             ref = refs[call_id]
-        except (LookupError, TypeError, ValueError, AttributeError):  # it is Gym's own, and may change
-            return _NOTHING_KEPT
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return _NOTHING_KEPT  # nothing is there; or Gym, whose own it is, keeps it in another way
         # The blocks of a delta are those of its suffix alone.
         return _NOTHING_KEPT if ref.prompt_is_delta else _Kept(ref.end, ids)
 
