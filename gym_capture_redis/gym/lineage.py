@@ -6,7 +6,6 @@ are synchronous and run on threads.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,16 +15,14 @@ from gym_capture_redis.blocks import ROOT, TokenSequence, joined
 from gym_capture_redis.codec import RecordHead, parse_head
 from gym_capture_redis.endpoint import raise_refusal
 from gym_capture_redis.errors import CorruptRecordError
+from gym_capture_redis.gym.neighbours import Neighbours
 from gym_capture_redis.keys import rollout_key, validate_rollout_id
 from gym_capture_redis.marks import Target
 from gym_capture_redis.packing import Packed
 from gym_capture_redis.settings import LineageSettings
-from gym_capture_redis.sink import sinks_of_process
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.sync_client import SyncClient
 from gym_capture_redis.taking import EMPTY_ARRAYS
-
-logger = logging.getLogger(__name__)
 
 _Base: Any = gym_compat.required_attribute("lineage", "IncrementalLineageStore")
 _TokenEntry: Any = gym_compat.required_attribute("records", "TokenEntry")
@@ -99,7 +96,7 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
         )
         self._client = SyncClient(self._settings)
         self._prefixes = BlockCache(self._settings.prefix_cache_bytes)
-        self._was_compared = False
+        self._neighbours = Neighbours(self)
 
     def is_process_shared(self) -> bool:
         """Whether separate workers see each other's records: yes."""
@@ -123,7 +120,7 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
             CursorReset: the attempt is over, or another server answers, which may have forgotten some.
 
         """
-        self._compare_with_sinks()
+        self._neighbours.should_write_to(Target.of(self._settings))
         deadline = self._client.deadline()
         incarnation, run_id, next_seq = cursor or _Cursor("", "", 1)
         items: list[tuple[Any, _Ref]] = []
@@ -150,22 +147,6 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
             next_seq = index.next_seq
             if next_seq > reply.seq:
                 return items, _Cursor(incarnation, run_id, min(holes, default=next_seq))
-
-    def _compare_with_sinks(self) -> None:
-        """Say once if this process writes somewhere else: an empty place looks like a rollout that begins."""
-        if self._was_compared:
-            return
-        self._was_compared = True
-        targets = {sink.target for sink in sinks_of_process()}
-        if targets and Target.of(self._settings) not in targets:
-            written = targets.pop()
-            logger.warning(
-                "%r looks for parents where no sink of this process writes: one writes to %s, namespace %r. "
-                "Give both the same url and namespace, or nearly every rollout will be masked.",
-                self,
-                written.server,
-                written.namespace,
-            )
 
     def _load_entry(self, rollout_id: str, ref: _Ref) -> Any:
         """Load the tokens of one call."""

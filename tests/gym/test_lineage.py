@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 
@@ -25,7 +24,6 @@ from support.sequences import random_ids
 from support.servers import RealServer
 
 from gym_capture_redis import RedisLineageStore, RedisTokenSink, RedisTokenSource, gym_compat, scripts
-from gym_capture_redis import sink as sink_module
 from gym_capture_redis.errors import (
     BackendUnavailableError,
     ConfigurationError,
@@ -125,11 +123,6 @@ async def status_of(store: Any, rollout: str, items: Any) -> str:
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     told = [record.getMessage() for record in caplog.records]
     return [message for message in told if "no sink of this process writes" in message]
-
-
-@pytest.fixture
-def no_other_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink_module, "_SINKS", WeakSet())
 
 
 @pytest.mark.usefixtures("no_other_sinks")
