@@ -336,6 +336,16 @@ async def test_ids_that_the_parent_before_began_with_are_not_made_anew(valkey_ru
         before = ids
 
 
+async def test_a_call_that_begins_like_the_suffix_of_a_delta_gets_ids_of_its_own(valkey_run: Run) -> None:
+    first, delta = conversation("r", 2, deltas=True)
+    suffix = delta.ids[len(first.ids) :]
+    another = turn_of("r", "another", [user("another")], suffix + random_ids(9, 5), random_ids(9, 6))
+    await valkey_run.put(first, delta, another)
+    store = valkey_run.store()
+    for turn in (delta, another, delta):
+        await assert_parent(store, turn)
+
+
 @pytest.mark.parametrize("lost", ["ids", "references"])
 async def test_it_finds_the_same_where_gym_keeps_nothing(valkey_run: Run, lost: str) -> None:
     turns = list(conversation("r", 3))
