@@ -693,6 +693,11 @@ def test_a_ledger_is_no_sink_and_gym_says_so() -> None:
             install(ledger)
 
 
+def test_a_lineage_store_is_no_ledger_which_gym_asks_for_with_external_staging() -> None:
+    store = gym_capture_redis.RedisLineageStore("redis://nowhere.invalid/0")
+    assert not isinstance(store, gym("protocols", "CaptureLedger"))
+
+
 @pytest.mark.skipif(
     sys.version_info < (3, 12), reason="Gym builds the classes of its YAML on Python 3.12 and newer"
 )
