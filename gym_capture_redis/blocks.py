@@ -9,7 +9,7 @@ No I/O here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -69,6 +69,10 @@ class TokenSequence:
     def parent(self, index: int) -> bytes:
         """Name of the block before full block number ``index``, or ``ROOT``."""
         return self.names[index - 1] if index else ROOT
+
+    def length_up_to(self, name: bytes) -> int:
+        """How many ids it has up to the end of its full block of this name; none if it has no such block."""
+        return BLOCK_IDS * (self.names.index(name) + 1) if name in self.names else 0
 
     def blocks_from(self, index: int) -> list[tuple[bytes, bytes]]:
         """Names and stored values of the full blocks from number ``index`` on."""
@@ -136,6 +140,15 @@ def joined(
     number, sequence = places.get(before, (0, TokenSequence(_NOTHING, ())))
     ids = np.concatenate([sequence.ids[: number * BLOCK_IDS], *unpack_joined(parts[::-1])])
     return TokenSequence(ids, (*sequence.names[:number], *names[::-1]))
+
+
+def first_missing(end: bytes, blocks: Mapping[bytes, bytes], here: Container[bytes]) -> bytes | None:
+    """Where the way back from ``end`` through ``blocks`` breaks off before one that is ``here``, or None."""
+    for _ in blocks:  # of which none was checked: damaged ones might go round in a circle
+        if end in here or end not in blocks:
+            break
+        end = blocks[end][:NAME_BYTES]
+    return None if end in here else end
 
 
 @dataclass

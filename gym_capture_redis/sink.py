@@ -6,7 +6,7 @@ import asyncio
 import logging
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 from gym_capture_redis import codec, scripts, taking
 from gym_capture_redis.block_cache import BlockCache
@@ -31,12 +31,13 @@ from gym_capture_redis.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-_SINKS: WeakSet[RedisTokenSink] = WeakSet()
+_SINKS: list[ref[RedisTokenSink]] = []
+"""Not a WeakSet: that fails if another thread adds to it while it is walked through."""
 
 
 def sinks_of_process() -> list[RedisTokenSink]:
     """All sinks there are in this process now."""
-    return list(_SINKS)
+    return [sink for each in list(_SINKS) if (sink := each()) is not None]
 
 
 class RedisTokenSink(Writer[SinkSettings]):
@@ -62,12 +63,16 @@ class RedisTokenSink(Writer[SinkSettings]):
         self._target = Target.of(self._settings)
         self._spill = Spill(self._settings.spill_dir) if self._settings.spill_dir else None
         self._replays: dict[asyncio.AbstractEventLoop, Replay] = {}
-        _SINKS.add(self)
+        _SINKS.append(ref(self, _SINKS.remove))
 
     @property
     def target(self) -> Target:
         """Where its records go."""
         return self._target
+
+    def knows(self, rollout_id: str) -> bool:
+        """Whether a call of the rollout was announced or put here; of the newest rollouts only."""
+        return bool(self._attempts.joined(rollout_id))
 
     async def put(self, entry: Any) -> None:
         """Store the record of one model call; on return it is durable and visible to every reader.

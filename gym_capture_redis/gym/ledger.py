@@ -21,6 +21,7 @@ from gym_capture_redis.errors import CallConflictError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.gym import ledger_rows
 from gym_capture_redis.gym.ledger_rows import Candidate, LedgerRow, StoredRow
+from gym_capture_redis.gym.neighbours import Neighbours
 from gym_capture_redis.keys import RECORD, REFUSAL, ledger_key, new_name, validate_call_id
 from gym_capture_redis.scripts import LedgerPage, Reply
 from gym_capture_redis.settings import LedgerSettings
@@ -71,6 +72,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         super().__init__(LedgerSettings.build(url, namespace, settings), key=ledger_key)
         self._known: OrderedDict[str, _Known] = OrderedDict()  # its steps are atomic: threads may share it
         self._writing: set[asyncio.Task[None]] = set()
+        self._neighbours = Neighbours(self)
 
     def is_process_shared(self) -> bool:
         """Whether separate workers see each other's rows: yes."""
@@ -100,6 +102,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
 
         """
         executor, subject, deadline = self._begin(rollout_id)
+        self._neighbours.should_not_know(rollout_id)
         items = list(request_items)
         candidates = await self._candidates(executor, subject, deadline)
         match = partial(ledger_rows.resolve, candidates.values(), items)
@@ -125,6 +128,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         deadline = executor.deadline()
         about = Subject(str(getattr(commit, "rollout_id", "")))
         row = await executor.offload(partial(ledger_rows.row_of, commit), about, deadline=deadline)
+        self._neighbours.should_not_know(row.rollout_id)
         reply = await self._write_row(executor, row, deadline)
         if reply.code == "RETIRED":
             _warn_of_late("row", row.rollout_id, row.model_call_id, row.staging_key)
@@ -148,6 +152,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
     async def _record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
         executor, _, deadline = self._begin(rollout_id)
         validate_call_id(model_call_id, rollout_id=rollout_id)
+        self._neighbours.should_not_know(rollout_id)
         reply = await self._write_failure(executor, Subject(rollout_id, model_call_id), reason, deadline)
         if reply.code == "RETIRED":
             _warn_of_late("failure", rollout_id, model_call_id, _staging_key(rollout_id, model_call_id))

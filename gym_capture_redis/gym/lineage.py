@@ -6,32 +6,36 @@ are synchronous and run on threads.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gym_capture_redis import gym_compat, scripts
 from gym_capture_redis.block_cache import BlockCache
-from gym_capture_redis.blocks import ROOT, TokenSequence, joined
+from gym_capture_redis.blocks import ROOT, TokenSequence, first_missing, joined
 from gym_capture_redis.codec import RecordHead, parse_head
 from gym_capture_redis.endpoint import raise_refusal
 from gym_capture_redis.errors import CorruptRecordError
+from gym_capture_redis.gym.neighbours import Neighbours
 from gym_capture_redis.keys import rollout_key, validate_rollout_id
 from gym_capture_redis.marks import Target
 from gym_capture_redis.packing import Packed
 from gym_capture_redis.settings import LineageSettings
-from gym_capture_redis.sink import sinks_of_process
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.sync_client import SyncClient
 from gym_capture_redis.taking import EMPTY_ARRAYS
 
-logger = logging.getLogger(__name__)
-
 _Base: Any = gym_compat.required_attribute("lineage", "IncrementalLineageStore")
 _TokenEntry: Any = gym_compat.required_attribute("records", "TokenEntry")
 
+_BLANK: Any = _TokenEntry.model_construct(**EMPTY_ARRAYS)
+"""Copied for each call: to construct one takes ten times as long, for the defaults that are filled in."""
+
 _LOOKED_AT_BYTES = 8 * 2**20
 """Of records in one step: much less is sent, but the server does nothing else meanwhile."""
+
+_BROUGHT_BLOCKS = 64
+"""Most that come with new calls, before one of these is chosen: 49 KiB of usual ids."""
 
 
 class _Cursor(NamedTuple):
@@ -51,6 +55,30 @@ class _Ref(NamedTuple):
     end: bytes
     tail: Packed
     prompt_length: int
+
+
+class _Kept(NamedTuple):
+    """The ids of a call as Python integers, and the last full block that they begin with."""
+
+    end: bytes
+    ids: tuple[int, ...]
+
+    def listed(self, sequence: TokenSequence) -> list[int]:
+        """The ids of a sequence; what both begin with is not made anew, which takes longer than all else."""
+        shared = sequence.length_up_to(self.end)
+        listed = list(self.ids) if shared else []
+        listed[shared:] = sequence.ids[shared:].tolist()
+        return listed
+
+
+_NOTHING_KEPT = _Kept(ROOT, ())
+
+
+class _Brought(threading.local):
+    """Blocks that came with the calls that this thread has just read, for the one that Gym chooses."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
 
 
 class RedisLineageStore(_Base):  # type: ignore[misc]
@@ -79,7 +107,8 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
         )
         self._client = SyncClient(self._settings)
         self._prefixes = BlockCache(self._settings.prefix_cache_bytes)
-        self._was_compared = False
+        self._neighbours = Neighbours(self)
+        self._brought = _Brought()
 
     def is_process_shared(self) -> bool:
         """Whether separate workers see each other's records: yes."""
@@ -103,17 +132,19 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
             CursorReset: the attempt is over, or another server answers, which may have forgotten some.
 
         """
-        self._compare_with_sinks()
+        self._neighbours.should_write_to(Target.of(self._settings))
         deadline = self._client.deadline()
         incarnation, run_id, next_seq = cursor or _Cursor("", "", 1)
         items: list[tuple[Any, _Ref]] = []
         holes: list[int] = []
+        self._brought.blocks = {}
         while True:
             call = scripts.index(
                 self._key(rollout_id),
                 incarnation=incarnation,
                 from_seq=next_seq,
                 max_bytes=_LOOKED_AT_BYTES,
+                max_blocks=_BROUGHT_BLOCKS,
             )
             reply = self._client.run(call, Subject(rollout_id), deadline=deadline)
             if not incarnation and reply.code != "OK":
@@ -125,27 +156,12 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
             incarnation, run_id = reply.incarnation, reply.run_id
             index = scripts.Index.parse(reply)
             items += [_item(rollout_id, incarnation, *record) for record in index.records]
+            self._brought.blocks |= index.blocks
             if index.resume_seq < index.next_seq:
                 holes.append(index.resume_seq)
             next_seq = index.next_seq
             if next_seq > reply.seq:
                 return items, _Cursor(incarnation, run_id, min(holes, default=next_seq))
-
-    def _compare_with_sinks(self) -> None:
-        """Say once if this process writes somewhere else: an empty place looks like a rollout that begins."""
-        if self._was_compared:
-            return
-        self._was_compared = True
-        targets = {sink.target for sink in sinks_of_process()}
-        if targets and Target.of(self._settings) not in targets:
-            written = targets.pop()
-            logger.warning(
-                "%r looks for parents where no sink of this process writes: one writes to %s, namespace %r. "
-                "Give both the same url and namespace, or nearly every rollout will be masked.",
-                self,
-                written.server,
-                written.namespace,
-            )
 
     def _load_entry(self, rollout_id: str, ref: _Ref) -> Any:
         """Load the tokens of one call."""
@@ -161,18 +177,35 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
 
         """
         known = self._prefixes.sequences(rollout_id)
-        blocks = self._missing_blocks(rollout_id, refs, known)
+        blocks, self._brought.blocks = self._brought.blocks, {}
+        blocks |= self._missing_blocks(rollout_id, refs, known, blocks)
         sequences = [_sequence(rollout_id, ref, blocks, known) for ref in refs]
         for ref, sequence in zip(refs, sequences, strict=True):
             if not ref.prompt_is_delta:
                 self._prefixes.remember(rollout_id, ref.incarnation, sequence)
-        return [_entry(rollout_id, ref, sequence) for ref, sequence in zip(refs, sequences, strict=True)]
+        kept = self._kept(rollout_id)
+        return [_entry(rollout_id, *one, kept) for one in zip(refs, sequences, strict=True)]
+
+    def _kept(self, rollout_id: str) -> _Kept:
+        """What Gym keeps of the newest parent: most others begin with it."""
+        try:
+            call_id, ids = self._cached_materialized(rollout_id)
+            _, refs, _ = self._cache[rollout_id]
+            ref = refs[call_id]
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return _NOTHING_KEPT  # nothing is there; or Gym, whose own it is, keeps it in another way
+        # The blocks of a delta are those of its suffix alone.
+        return _NOTHING_KEPT if ref.prompt_is_delta else _Kept(ref.end, ids)
 
     def _missing_blocks(
-        self, rollout_id: str, refs: Sequence[_Ref], known: Sequence[TokenSequence]
+        self,
+        rollout_id: str,
+        refs: Sequence[_Ref],
+        known: Sequence[TokenSequence],
+        brought: Mapping[bytes, bytes],
     ) -> dict[bytes, bytes]:
         here = {ROOT}.union(*(sequence.names for sequence in known))
-        ends = [ref.end for ref in refs if ref.end not in here]
+        ends = [end for ref in refs if (end := first_missing(ref.end, brought, here))]
         if not ends:
             return {}
         call = scripts.blocks(
@@ -193,8 +226,8 @@ def _item(rollout_id: str, incarnation: str, call: bytes, stored: bytes) -> tupl
     model_call_id = call.decode("utf-8", "replace")
     head = parse_head(stored, rollout_id=rollout_id, model_call_id=model_call_id)
     fields = head.small_fields
-    entry = _TokenEntry.model_construct(
-        **fields
+    entry = _BLANK.model_copy(
+        update=fields
         | EMPTY_ARRAYS
         | {"rollout_id": rollout_id, "model_call_id": model_call_id, "cum_len": fields["cum_len"] or 0}
     )
@@ -220,15 +253,20 @@ def _sequence(
         ) from None
 
 
-def _entry(rollout_id: str, ref: _Ref, sequence: TokenSequence) -> Any:
+def _entry(rollout_id: str, ref: _Ref, sequence: TokenSequence, kept: _Kept) -> Any:
     """The tokens of a call, in Gym's class of entries; its digest is compared there."""
-    return _TokenEntry.model_construct(
-        rollout_id=rollout_id,
-        model_call_id=ref.model_call_id,
-        prompt_token_ids=sequence.ids[: ref.prompt_length].tolist(),
-        generation_token_ids=sequence.ids[ref.prompt_length :].tolist(),
-        generation_log_probs=[],
-        prompt_is_delta=ref.prompt_is_delta,
+    prompt = kept.listed(sequence)
+    generation = prompt[ref.prompt_length :]
+    del prompt[ref.prompt_length :]
+    return _BLANK.model_copy(
+        update={
+            "rollout_id": rollout_id,
+            "model_call_id": ref.model_call_id,
+            "prompt_token_ids": prompt,
+            "generation_token_ids": generation,
+            "generation_log_probs": [],
+            "prompt_is_delta": ref.prompt_is_delta,
+        }
     )
 
 

@@ -360,17 +360,29 @@ async def test_what_is_stored_is_what_the_page_on_the_wire_format_says(
     }
 
 
-async def admitted(ledger: Any, call: str, items: Any) -> Any:
-    """What Gym's capture lets a worker do with a request, by what this ledger says."""
+async def dispatched(
+    ledger: Any, call: str, items: Any, *, sink: Any = None, external_staging: bool = True
+) -> Any:
+    """What Gym's model server knows of a call of ``r`` when it sends it to the engine."""
     context = gym("sink", "CaptureContext")(
-        rollout_id="r", model_call_id=call, token_sink=None, lineage_store=ledger, external_staging=True
+        rollout_id="r",
+        model_call_id=call,
+        token_sink=sink,
+        lineage_store=ledger,
+        external_staging=external_staging,
     )
     token = gym("sink", "set_token_sink")(context)
     try:
         await gym("sink", "resolve_parent")(items)
+        await gym("sink", "register_call_intent")()
     finally:
         gym("sink", "reset_token_sink")(token)
-    return context.capture_admission
+    return context
+
+
+async def admitted(ledger: Any, call: str, items: Any) -> Any:
+    """What Gym's capture lets a worker do with a request, by what this ledger says."""
+    return (await dispatched(ledger, call, items)).capture_admission
 
 
 async def test_gym_admits_calls_by_it(run: Run) -> None:
@@ -572,12 +584,118 @@ async def test_a_ledger_and_a_sink_in_one_namespace_never_meet(
     await source.close()
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [message for message in told if "a sink of this process is told too" in message]
+
+
+@pytest.fixture
+async def beside(
+    valkey_run: Run, no_other_sinks: None
+) -> AsyncIterator[tuple[RedisTokenSink, RedisTokenSource]]:
+    """A sink of another namespace than the ledgers', and what reads there."""
+    del no_other_sinks
+    sink = RedisTokenSink(valkey_run.url, namespace="beside")
+    source = RedisTokenSource(valkey_run.url, namespace="beside", settle_s=SETTLED_S)
+    await source.delete(["r", "other"])
+    yield sink, source
+    await sink.close()
+    await source.close()
+
+
+async def test_a_sink_beside_external_staging_is_noticed_since_gym_announces_every_call_to_it(
+    valkey_run: Run, beside: tuple[RedisTokenSink, RedisTokenSource], caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, source = beside
+    block = {
+        "enabled": True,
+        "sink": "gym_capture_redis:RedisTokenSink",
+        "lineage_store": "gym_capture_redis:RedisCaptureLedger",
+        "external_staging": True,
+        "rebuild_response": False,
+    }
+    gym("config", "TokenIdCaptureConfig").model_validate({"token_id_capture": block})  # it finds no fault
+    ledger = valkey_run.ledger()
+    first, second = chain("r", 2)
+    for turn in (first, second):
+        context = await dispatched(ledger, turn.call, turn.request, sink=sink)
+        assert context.capture_admission is not None
+        assert len(warnings_of(caplog)) == (turn is second), "at the first call that was made, and once"
+        await ledger.record(turn.commit)
+    await ledger.record_failure("r", "call-2", "gone")
+    (warning,) = warnings_of(caplog)
+    assert repr(ledger) in warning
+    assert "'beside'" in warning
+    assert "leave out token_id_capture.sink" in warning
+    assert calls_in(await ledger.manifest("r")) == ["call-0", "call-1"]
+    snapshot = await source.freeze("r")
+    assert (snapshot.incomplete, snapshot.entries) == (True, ())
+
+
+async def test_a_ledger_in_place_of_a_lineage_store_is_noticed_since_it_finds_no_parent(
+    valkey_run: Run, beside: tuple[RedisTokenSink, RedisTokenSource], caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, _ = beside
+    ledger = valkey_run.ledger()
+    first, second, third = chain("r", 3)
+    await dispatched(ledger, first.call, first.request, sink=sink, external_staging=False)
+    assert not warnings_of(caplog)
+    for turn in (second, third):
+        context = await dispatched(ledger, turn.call, turn.request, sink=sink, external_staging=False)
+        assert context.parent_resolution.reason == "no_match"
+    (warning,) = warnings_of(caplog)
+    assert "make RedisLineageStore the lineage_store" in warning
+
+
+@pytest.mark.parametrize("write", ["record", "record_failure"])
+async def test_the_first_row_of_a_worker_shows_it_too(
+    valkey_run: Run,
+    beside: tuple[RedisTokenSink, RedisTokenSource],
+    caplog: pytest.LogCaptureFixture,
+    write: str,
+) -> None:
+    sink, _ = beside
+    ledger = valkey_run.ledger()
+    call = staged("r", "call-0")
+    await dispatched(ledger, call.call, call.request, sink=sink)
+    if write == "record":
+        await ledger.record(call.commit)
+    else:
+        await ledger.record_failure("r", call.call, "gone")
+    assert len(warnings_of(caplog)) == 1
+
+
+async def test_a_sink_for_other_rollouts_or_for_what_only_the_framework_asks_is_nothing_wrong(
+    valkey_run: Run, beside: tuple[RedisTokenSink, RedisTokenSource], caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, _ = beside
+    ledger = valkey_run.ledger()
+    (call,) = chain("r", 1)
+    await sink.begin_call("other", call.call)
+    await dispatched(ledger, call.call, call.request)
+    await ledger.record(call.commit)
+    assert (await ledger.resolve("r", call.next_request)).match is not None
+    await sink.begin_call("r", call.call)
+    exported = await ledger.export_rows("r")
+    await ledger.import_rows(exported)
+    assert calls_in(await ledger.manifest("r")) == [call.call]
+    assert await ledger.has_rows("r")
+    await ledger.retire(["r"])
+    await ledger.delete(["r"])
+    assert not warnings_of(caplog)
+
+
 def test_a_ledger_is_no_sink_and_gym_says_so() -> None:
     ledger: Any = RedisCaptureLedger("redis://nowhere.invalid/0")
     assert not isinstance(ledger, gym("protocols", "TokenSink"))
     for install in (gym("protocols", "install_token_sink"), gym_capture_redis.install_token_sink):
         with pytest.raises(TypeError, match="lacks required methods: put, mark_incomplete"):
             install(ledger)
+
+
+def test_a_lineage_store_is_no_ledger_which_gym_asks_for_with_external_staging() -> None:
+    store = gym_capture_redis.RedisLineageStore("redis://nowhere.invalid/0")
+    assert not isinstance(store, gym("protocols", "CaptureLedger"))
 
 
 @pytest.mark.skipif(

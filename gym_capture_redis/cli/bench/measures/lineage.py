@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -27,9 +28,12 @@ SHOWN_TURNS = (10, 30, 60, 91)
 KIB = 1024
 
 _NOTE = (
-    "first seen: the last turn, by a worker that meets the rollout then. Most of the time is Gym's own, in "
-    "both: hashing the request, and making and hashing a tuple of all ids, more with every turn."
+    "first seen: the last turn, by a worker that meets the rollout then. Reading: the hooks of each store. "
+    "Gym's own: all else, the same code for both: hashing the request, making and hashing a list of all ids, "
+    "more with every turn; and a change of threads."
 )
+_HOOKS = ("_fetch_new_entries", "_load_entries")
+"""What Gym calls of a store. All else is its own."""
 
 Items = list[dict[str, Any]]
 
@@ -42,6 +46,7 @@ class Resolved(NamedTuple):
     """What it took to find the call of one turn."""
 
     seconds: float
+    reading_s: float
     round_trips: int
     received_bytes: int
 
@@ -100,10 +105,13 @@ async def _round(peer: OurTransport | FileStore, rollout: Rollout, requests: lis
 
 
 class _Store:
-    """A lineage store whose traffic, if it is ours, is counted."""
+    """A lineage store whose reading is timed and, if it is ours, counted."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
+        self._reading_s = 0.0
+        for hook in _HOOKS:
+            setattr(store, hook, self._timed(getattr(store, hook)))
         self._replies: list[Reply] = []
         client = getattr(store, "_client", None)
         if client is not None:
@@ -112,12 +120,24 @@ class _Store:
     async def resolve(self, entry: Any, request: Items) -> Resolved:
         """Find the call that the request goes on from, which must be that of the entry."""
         self._replies.clear()
+        self._reading_s = 0.0
         begin = time.perf_counter()
         resolution = await self.store.resolve(entry.rollout_id, request)
         seconds = time.perf_counter() - begin
         if resolution.match is None or resolution.match.model_call_id != entry.model_call_id:
             raise NoParentError(f"{self.store!r} did not find {entry.model_call_id} of {entry.rollout_id}")
-        return Resolved(seconds, len(self._replies), sum(_nbytes(reply.rest) for reply in self._replies))
+        received = sum(_nbytes(reply.rest) for reply in self._replies)
+        return Resolved(seconds, self._reading_s, len(self._replies), received)
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return hook(*args)
+            finally:
+                self._reading_s += time.perf_counter() - begin
+
+        return timed
 
     def _counted(self, call: Call, subject: Subject, *, deadline: float) -> Reply:
         reply: Reply = self._run(call, subject, deadline=deadline)
@@ -152,18 +172,27 @@ def _grid(found: dict[str, list[Round]]) -> Grid:
     for name, rounds in found.items():
         shown = [[one.turns[turn - 1] for one in rounds] for turn in SHOWN_TURNS]
         shown.append([one.cold for one in rounds])
-        rows.append((f"{name}, ms", *(f"{1000 * median(one.seconds for one in of):.2f}" for of in shown)))
+        rows += [
+            (f"{name}, ms", *(_ms(one.seconds for one in of) for of in shown)),
+            ("  reading", *(_ms(one.reading_s for one in of) for of in shown)),
+            ("  Gym's own", *(_ms(one.seconds - one.reading_s for one in of) for of in shown)),
+        ]
         if name == OURS:
-            rows.append(("round trips", *(f"{max(one.round_trips for one in of)}" for of in shown)))
+            rows.append(("  round trips", *(f"{max(one.round_trips for one in of)}" for of in shown)))
             kib = (max(one.received_bytes for one in of) / KIB for of in shown)
-            rows.append(("received, KiB", *(f"{each:,.1f}" for each in kib)))
+            rows.append(("  received, KiB", *(f"{each:,.1f}" for each in kib)))
     columns = ("", *(f"turn {turn}" for turn in SHOWN_TURNS), "first seen")
     return Grid("Finding the call that a request goes on from", columns, rows)
+
+
+def _ms(seconds: Iterable[float]) -> str:
+    return f"{1000 * median(seconds):.2f}"
 
 
 def _plain(rounds: list[Round]) -> dict[str, Any]:
     return {
         "resolve_ms": [[1000 * turn.seconds for turn in one.turns] for one in rounds],
+        "reading_ms": [[1000 * turn.reading_s for turn in one.turns] for one in rounds],
         "cold_ms": [1000 * one.cold.seconds for one in rounds],
         "round_trips": [[turn.round_trips for turn in one.turns] for one in rounds],
         "received_bytes": [[turn.received_bytes for turn in one.turns] for one in rounds],
