@@ -35,7 +35,9 @@ NAME_BYTES = 16
 ROOT = b"\0" * NAME_BYTES
 """Stands for the empty prefix: the parent of a first block."""
 
-_KINDS = {name.encode("ascii"): name for name in UNSIGNED}
+_KINDS = {(name.encode("ascii"), BLOCK_IDS * int(name[1])): name for name in UNSIGNED}
+"""Type of a block, by what stands before its ids and how many bytes they have."""
+
 _VALUE_HEAD = NAME_BYTES + 2
 """Where the ids of a stored block begin: after the name of its parent and their type."""
 
@@ -274,13 +276,10 @@ def _ids_of(name: bytes, value: bytes) -> Packed:
         ValueError: the value is not that of the block of this name.
 
     """
-    kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
+    kind = _KINDS.get((value[NAME_BYTES:_VALUE_HEAD], len(value) - _VALUE_HEAD))
     if kind is None or _name(value) != name:
         raise ValueError("not the block of this name")
-    packed = Packed(kind, value[_VALUE_HEAD:])
-    if packed.length != BLOCK_IDS:
-        raise ValueError("a block of another length")
-    return packed
+    return Packed(kind, value[_VALUE_HEAD:])
 
 
 def _packed_blocks(ids: Array, start: int, stop: int) -> list[Packed]:

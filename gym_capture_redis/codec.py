@@ -116,14 +116,6 @@ class _Content(NamedTuple):
         )
         return record
 
-    @classmethod
-    def unpacked(cls, record: bytes) -> _Content:
-        # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
-        fields = msgpack.unpackb(record, strict_map_key=True)
-        _check_format(fields)
-        tail, log_probs = Packed(*fields["t"]), Packed(*fields["l"])
-        return cls(fields["e"], fields["c"], tail, fields["p"], log_probs, fields["x"])
-
     def digest(self, rollout_id: str, model_call_id: str, fields_json: bytes) -> bytes:
         """BLAKE2b over a head with all lengths, the JSON of the small fields, then each packed array."""
         *experts_head, experts_body = [b""] if self.experts is None else self.experts
@@ -200,21 +192,17 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
     if sealed(rollout_id, model_call_id, seal[:DIGEST_BYTES], record) != seal:
         raise CorruptRecordError(f"the stored record does not match its digest ({name_of(about)})", **about)
     try:
-        content = _Content.unpacked(record)
-        check_integers(content.tail)
-        log_probs = unpack_log_probs(content.log_probs)
-        small_fields = content.fields | about
+        # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
+        fields = msgpack.unpackb(record, strict_map_key=True)
+        _check_format(fields)
+        tail = Packed(*fields["t"])
+        check_integers(tail)
+        log_probs = unpack_log_probs(Packed(*fields["l"]))
+        small_fields, experts = fields["e"] | about, fields["x"]
     except _UNREADABLE:
         raise CorruptRecordError(f"the stored record is damaged ({name_of(about)})", **about) from None
     return ParsedRecord(
-        rollout_id,
-        model_call_id,
-        small_fields,
-        content.end,
-        content.tail,
-        content.prompt_length,
-        log_probs,
-        content.experts,
+        rollout_id, model_call_id, small_fields, fields["c"], tail, fields["p"], log_probs, experts
     )
 
 

@@ -25,14 +25,16 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 UNSIGNED = ("u1", "u2", "u3", "u4", "u8")
 _SIGNED = ("i1", "i2", "i4", "i8")
+_FLOATS = ("f4", "f8")
 _INTEGERS = frozenset((*UNSIGNED, *_SIGNED))
+_WIDTHS = {name: int(name[1]) for name in (*UNSIGNED, *_SIGNED, *_FLOATS)}
+_THREE_BYTES = 2**24 - 1
 _BITS = 64
 _NARROWEST: dict[tuple[str, ...], tuple[str, ...]] = {
-    types: tuple(next(name for name in types if bits <= 8 * int(name[1])) for bits in range(_BITS + 1))
+    types: tuple(next(name for name in types if bits <= 8 * _WIDTHS[name]) for bits in range(_BITS + 1))
     for types in (UNSIGNED, _SIGNED)
 }
 """The narrowest of these types, for each number of bits."""
-_FLOATS = ("f4", "f8")
 _FLOAT_ARRAYS = ("<f2", "<f4", "<f8", ">f2", ">f4", ">f8")
 _REALS = (float, int, np.float16, np.float32, np.integer)
 _NO_FLOATS = "the record is invalid: generation_log_probs must be a list or one-dimensional array of floats"
@@ -47,7 +49,7 @@ class Packed(NamedTuple):
     @property
     def length(self) -> int:
         """How many elements it has."""
-        return len(self.raw) // int(self.type[1])
+        return len(self.raw) // _WIDTHS[self.type]
 
 
 def joined_ids(prompt: Any, generation: Any) -> tuple[Array, int]:
@@ -134,7 +136,7 @@ def pack_rows(rows: Array) -> list[Packed]:
     narrowed = {name: _narrowed(rows, name) for name in set(names)}
     packed = []
     for number, name in enumerate(names):
-        row_bytes = int(name[1]) * rows.shape[1]
+        row_bytes = _WIDTHS[name] * rows.shape[1]
         packed.append(Packed(name, narrowed[name][number * row_bytes : (number + 1) * row_bytes]))
     return packed
 
@@ -160,7 +162,7 @@ def check_integers(packed: Packed) -> None:
         ValueError: an unknown type, or bytes that are no whole number of elements.
 
     """
-    if packed.type not in _INTEGERS or len(packed.raw) % int(packed.type[1]):
+    if packed.type not in _INTEGERS or len(packed.raw) % _WIDTHS[packed.type]:
         raise ValueError("not a packed integer array")
 
 
@@ -174,9 +176,9 @@ def unpack_integers(packed: Packed) -> Array:
     check_integers(packed)
     if packed.type != "u3":
         return np.frombuffer(packed.raw, "<" + packed.type)
-    wide = np.zeros((packed.length, 4), "u1")
-    wide[:, :3] = np.frombuffer(packed.raw, "u1").reshape(-1, 3)
-    return wide.view("<u4").reshape(-1)
+    # Four bytes are read at each place, of which one belongs to the next id.
+    wide: Array = np.ndarray(packed.length, "<u4", packed.raw + b"\0", strides=(3,)) & _THREE_BYTES
+    return wide
 
 
 def unpack_joined(parts: Iterable[Packed]) -> list[Array]:
@@ -223,6 +225,6 @@ def unpack_log_probs(packed: Packed) -> Array:
         ValueError: an unknown type, or bytes that are no whole number of elements.
 
     """
-    if packed.type not in _FLOATS or len(packed.raw) % int(packed.type[1]):
+    if packed.type not in _FLOATS or len(packed.raw) % _WIDTHS[packed.type]:
         raise ValueError("not a packed float array")
     return np.frombuffer(packed.raw, "<" + packed.type)
