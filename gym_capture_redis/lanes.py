@@ -53,8 +53,24 @@ class Job:
     deadline: float
     reply: asyncio.Future[Reply]
 
+    def answer(self, reply: Reply) -> None:
+        """Give its caller the reply, unless that one has left."""
+        if not self.reply.done():
+            self._settle()
+            self.reply.set_result(reply)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell its caller what went wrong, unless that one has left."""
+        if not self.reply.done():
+            self._settle()
+            self.reply.set_exception(error)
+
     def let_go(self, _: asyncio.Future[Reply]) -> None:
         """Keep nothing of the step: it is answered, or nobody waits for it any more."""
+        self.call = _NOTHING
+
+    def _settle(self) -> None:
+        self.reply.remove_done_callback(self.let_go)  # done here, it takes no turn of the event loop
         self.call = _NOTHING
 
 
@@ -239,9 +255,9 @@ def _answer(group: Sequence[Job], answer: Exception | list[Reply | ResponseError
         return
     for job, reply in zip(group, answer, strict=True):
         if isinstance(reply, Exception):
-            _fail([job], reply)
-        elif not job.reply.done():
-            job.reply.set_result(reply)
+            job.fail(reply)
+        else:
+            job.answer(reply)
 
 
 def _outcome(reply: asyncio.Future[Reply]) -> Reply | Exception:
@@ -260,5 +276,4 @@ async def _close(link: Link | None) -> None:
 
 def _fail(batch: Iterable[Job], error: BaseException) -> None:
     for job in batch:
-        if not job.reply.done():
-            job.reply.set_exception(error)
+        job.fail(error)

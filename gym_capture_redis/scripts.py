@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
@@ -135,11 +135,12 @@ class Call:
     """About how much it may be answered with, if that is much."""
     healing: bool = False
     """Whether it puts the step back."""
+    nbytes: int = field(init=False)
+    """Bytes of the variable arguments: what all but the shortest calls send."""
 
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the variable arguments: what all but the shortest calls send."""
-        return sum(len(arg) for arg in self.args if isinstance(arg, bytes))
+    def __post_init__(self) -> None:
+        """Count the bytes once: each call is asked for them several times."""
+        object.__setattr__(self, "nbytes", sum([len(arg) for arg in self.args if isinstance(arg, bytes)]))
 
 
 _NEW_NAMES = {Step.JOIN: 1, Step.BEGIN: 1, Step.MARK: 1, Step.REFUSE: 1, Step.FREEZE: 2, Step.FAIL: 1}

@@ -239,15 +239,14 @@ class RedisTokenSink(Writer[SinkSettings]):
     async def _encode(
         self, executor: Executor, taken: taking.TakenEntry, subject: Subject, deadline: float
     ) -> codec.EncodedRecord:
+        is_large = taken.is_large
         encode = partial(
             codec.encode_taken,
-            taken.copied() if taken.is_large else taken,
+            taken.copied() if is_large else taken,
             max_record_bytes=self._settings.max_record_bytes,
             earlier=self._blocks.sequences(subject.rollout_id),
         )
-        if not taken.is_large:
-            return encode()
-        return await executor.offload(encode, subject, deadline=deadline)
+        return await executor.offload(encode, subject, deadline=deadline) if is_large else encode()
 
     async def _join(self, executor: Executor, key: bytes, subject: Subject, deadline: float) -> str:
         """The attempt that there is now, for a record that nobody announced here."""

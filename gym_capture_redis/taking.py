@@ -85,15 +85,21 @@ def take(entry: Any) -> TakenEntry:
     """
     small_fields = _content_without_arrays(entry)
     _check_rereading(small_fields)
-    subject = {name: small_fields.get(name) for name in SUBJECT_FIELDS}
     stored = without_omitted(small_fields)
     try:
         small_json = canonical_json(stored)
     except (ValueError, TypeError, RecursionError) as error:
-        raise _unserialisable(error, subject) from None
-    arrays = {name: getattr(entry, name) for name in ARRAY_FIELDS}
-    experts = getattr(entry, "routed_experts", None)
-    return TakenEntry(**subject, small_fields=stored, small_json=small_json, **arrays, routed_experts=experts)
+        raise _unserialisable(error, small_fields) from None
+    return TakenEntry(
+        small_fields.get("rollout_id"),
+        small_fields.get("model_call_id"),
+        stored,
+        small_json,
+        entry.prompt_token_ids,
+        entry.generation_token_ids,
+        entry.generation_log_probs,
+        getattr(entry, "routed_experts", None),
+    )
 
 
 def _content_without_arrays(entry: Any) -> dict[str, Any]:
@@ -106,8 +112,9 @@ def _content_without_arrays(entry: Any) -> dict[str, Any]:
         # A changed entry may hold other types than declared; what matters is what they serialise to.
         dumped: Any = entry.model_dump(mode="json", exclude=_PACKED_FIELDS, warnings=False)
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
-        subject = {name: _text_or_none(getattr(entry, name)) for name in SUBJECT_FIELDS}
-        raise _unserialisable(error, subject) from None
+        raise _unserialisable(
+            error, {name: _text_or_none(getattr(entry, name)) for name in SUBJECT_FIELDS}
+        ) from None
     if not isinstance(dumped, dict):
         raise InvalidRecordError(f"a {type(entry).__name__} is serialised as something else than its fields")
     return dumped
@@ -127,15 +134,17 @@ def _check_rereading(small_fields: dict[str, Any]) -> None:
         raise _invalid(f"{changed[0]} would be read back as another value", small_fields)
 
 
-def _unserialisable(error: Exception, subject: dict[str, Any]) -> InvalidRecordError:
-    return InvalidRecordError(
-        f"the record cannot be serialised: {reason_of(error)} ({name_of(subject)})", **subject
-    )
+def _unserialisable(error: Exception, small_fields: dict[str, Any]) -> InvalidRecordError:
+    return _refusal(f"the record cannot be serialised: {reason_of(error)}", small_fields)
 
 
 def _invalid(problem: str, small_fields: dict[str, Any]) -> InvalidRecordError:
+    return _refusal(f"the record is invalid: {problem}", small_fields)
+
+
+def _refusal(what: str, small_fields: dict[str, Any]) -> InvalidRecordError:
     subject = {name: small_fields.get(name) for name in SUBJECT_FIELDS}
-    return InvalidRecordError(f"the record is invalid: {problem} ({name_of(subject)})", **subject)
+    return InvalidRecordError(f"{what} ({name_of(subject)})", **subject)
 
 
 def _length(values: Any) -> int:
