@@ -9,7 +9,7 @@ No I/O here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -142,15 +142,6 @@ def joined(
     number, sequence = places.get(before, (0, TokenSequence(_NOTHING, ())))
     ids = np.concatenate([sequence.ids[: number * BLOCK_IDS], *unpack_joined(parts[::-1])])
     return TokenSequence(ids, (*sequence.names[:number], *names[::-1]))
-
-
-def first_missing(end: bytes, blocks: Mapping[bytes, bytes], here: Container[bytes]) -> bytes | None:
-    """Where the way back from ``end`` through ``blocks`` breaks off before one that is ``here``, or None."""
-    for _ in blocks:  # of which none was checked: damaged ones might go round in a circle
-        if end in here or end not in blocks:
-            break
-        end = blocks[end][:NAME_BYTES]
-    return None if end in here else end
 
 
 @dataclass

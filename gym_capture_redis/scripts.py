@@ -308,20 +308,17 @@ class Index:
     """The calls that some steps recorded: name, and the beginning of the record (``codec.parse_head``).
 
     ``next_seq`` is the step to read on from now, ``resume_seq`` from where to look for more at a later time.
-    ``blocks`` are those that the steps brought, by name; none if they were too many.
     """
 
     next_seq: int
     resume_seq: int
     records: tuple[tuple[bytes, bytes], ...]
-    blocks: dict[bytes, bytes]
 
     @classmethod
     def parse(cls, reply: Reply) -> Index:
         """Read the rest of a reply of ``index``, whose code is OK."""
-        next_seq, resume_seq, records, blocks = reply.rest
-        read = tuple((call, head) for call, head in records)
-        return cls(int(next_seq), int(resume_seq), read, _by_name(blocks))
+        next_seq, resume_seq, records = reply.rest
+        return cls(int(next_seq), int(resume_seq), tuple((call, head) for call, head in records))
 
 
 @dataclass(frozen=True)
@@ -349,11 +346,7 @@ class LedgerPage:
 
 def stored_blocks(reply: Reply) -> dict[bytes, bytes]:
     """Names and values in a reply of ``blocks``."""
-    (blocks,) = reply.rest
-    return _by_name(blocks)
-
-
-def _by_name(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    (flat,) = reply.rest
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
@@ -502,9 +495,9 @@ def rows(key: bytes, *, incarnation: str, from_seq: int, max_bytes: int) -> Call
     return Call(Step.ROWS, key, (incarnation, from_seq, max_bytes), reply_bytes=max_bytes)
 
 
-def index(key: bytes, *, incarnation: str, from_seq: int, max_bytes: int, max_blocks: int) -> Call:
+def index(key: bytes, *, incarnation: str, from_seq: int, max_bytes: int) -> Call:
     """``lua/index.lua``."""
-    return Call(Step.INDEX, key, (incarnation, from_seq, max_bytes, max_blocks))
+    return Call(Step.INDEX, key, (incarnation, from_seq, max_bytes))
 
 
 def blocks(key: bytes, *, incarnation: str, known: Sequence[bytes], ends: Sequence[bytes]) -> Call:

@@ -6,13 +6,12 @@ are synchronous and run on threads.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gym_capture_redis import gym_compat, scripts
 from gym_capture_redis.block_cache import BlockCache
-from gym_capture_redis.blocks import ROOT, TokenSequence, first_missing, joined
+from gym_capture_redis.blocks import ROOT, TokenSequence, joined
 from gym_capture_redis.codec import RecordHead, parse_head
 from gym_capture_redis.endpoint import raise_refusal
 from gym_capture_redis.errors import CorruptRecordError
@@ -33,9 +32,6 @@ _BLANK: Any = _TokenEntry.model_construct(**EMPTY_ARRAYS)
 
 _LOOKED_AT_BYTES = 8 * 2**20
 """Of records in one step: much less is sent, but the server does nothing else meanwhile."""
-
-_BROUGHT_BLOCKS = 64
-"""Most that come with new calls, before one of these is chosen: 49 KiB of usual ids."""
 
 
 class _Cursor(NamedTuple):
@@ -74,13 +70,6 @@ class _Kept(NamedTuple):
 _NOTHING_KEPT = _Kept(ROOT, ())
 
 
-class _Brought(threading.local):
-    """Blocks that came with the calls that this thread has just read, for the one that Gym chooses."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, bytes] = {}
-
-
 class RedisLineageStore(_Base):  # type: ignore[misc]
     """Finds the parents of requests among the records that the sinks of the same namespace have put.
 
@@ -108,7 +97,6 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
         self._client = SyncClient(self._settings)
         self._prefixes = BlockCache(self._settings.prefix_cache_bytes)
         self._neighbours = Neighbours(self)
-        self._brought = _Brought()
 
     def is_process_shared(self) -> bool:
         """Whether separate workers see each other's records: yes."""
@@ -137,14 +125,12 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
         incarnation, run_id, next_seq = cursor or _Cursor("", "", 1)
         items: list[tuple[Any, _Ref]] = []
         holes: list[int] = []
-        self._brought.blocks = {}
         while True:
             call = scripts.index(
                 self._key(rollout_id),
                 incarnation=incarnation,
                 from_seq=next_seq,
                 max_bytes=_LOOKED_AT_BYTES,
-                max_blocks=_BROUGHT_BLOCKS,
             )
             reply = self._client.run(call, Subject(rollout_id), deadline=deadline)
             if not incarnation and reply.code != "OK":
@@ -156,7 +142,6 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
             incarnation, run_id = reply.incarnation, reply.run_id
             index = scripts.Index.parse(reply)
             items += [_item(rollout_id, incarnation, *record) for record in index.records]
-            self._brought.blocks |= index.blocks
             if index.resume_seq < index.next_seq:
                 holes.append(index.resume_seq)
             next_seq = index.next_seq
@@ -177,8 +162,7 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
 
         """
         known = self._prefixes.sequences(rollout_id)
-        blocks, self._brought.blocks = self._brought.blocks, {}
-        blocks |= self._missing_blocks(rollout_id, refs, known, blocks)
+        blocks = self._missing_blocks(rollout_id, refs, known)
         sequences = [_sequence(rollout_id, ref, blocks, known) for ref in refs]
         for ref, sequence in zip(refs, sequences, strict=True):
             if not ref.prompt_is_delta:
@@ -198,14 +182,10 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
         return _NOTHING_KEPT if ref.prompt_is_delta else _Kept(ref.end, ids)
 
     def _missing_blocks(
-        self,
-        rollout_id: str,
-        refs: Sequence[_Ref],
-        known: Sequence[TokenSequence],
-        brought: Mapping[bytes, bytes],
+        self, rollout_id: str, refs: Sequence[_Ref], known: Sequence[TokenSequence]
     ) -> dict[bytes, bytes]:
         here = {ROOT}.union(*(sequence.names for sequence in known))
-        ends = [end for ref in refs if (end := first_missing(ref.end, brought, here))]
+        ends = [ref.end for ref in refs if ref.end not in here]
         if not ends:
             return {}
         call = scripts.blocks(

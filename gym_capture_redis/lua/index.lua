@@ -1,12 +1,10 @@
--- Says which calls are recorded, and what of them is needed to find the one that a request goes on from: no log
--- probabilities, no experts, and of full blocks only those that the same steps brought. Also of a frozen rollout.
+-- Says which calls are recorded, and what of them is needed to find the one that a request goes on from: no tokens of
+-- full blocks, no log probabilities, no experts. Also of a frozen rollout.
 -- 1  incarnation of the attempt that was read before, or '' for whichever is there
 -- 2  step to read from
 -- 3  bytes of records to look at in one step
--- 4  most blocks to answer with; if the steps brought more, none
 -- Reply    OK, step to read on from, the same or the first step that is not there (it may be put back later),
---          calls: {name, beginning of the record}, names and values of blocks in turn, without those that are not
---          there | RETIRED (also: another attempt) | ABSENT
+--          calls: {name, beginning of the record} | RETIRED (also: another attempt) | ABSENT
 -- Repeat   safe
 local state, err = load_state()
 if err then return err end
@@ -29,9 +27,9 @@ local from, left = tonumber(arg(2)), tonumber(arg(3))
 local traces = {}
 for seq = from, math.min(tonumber(state.seq), from + 999) do traces[#traces + 1] = 'o:' .. seq end
 traces = fetch(traces)
-local calls, hole, at, new_names = {}, nil, 1, {}
+local calls, hole, at = {}, nil, 1
 while at <= #traces and left > 0 do
-  local field, names = read_trace(traces[at])
+  local field = traces[at] and read_trace(traces[at])
   if not field then
     hole = hole or from + at - 1
   elseif string.sub(field, 1, 2) == 'r:' then
@@ -39,22 +37,9 @@ while at <= #traces and left > 0 do
     if record then
       calls[#calls + 1] = {string.sub(field, 3), beginning(record)}
       left = left - #record
-      new_names[#new_names + 1] = names
     end
   end
   at = at + 1
 end
 local next_seq = from + at - 1
-
-new_names = table.concat(new_names)
-local blocks = {}
-if #new_names <= 16 * tonumber(arg(4)) then
-  for name in string.gmatch(new_names, string.rep('.', 16)) do
-    local value = redis.call('HGET', key, 'b:' .. name)
-    if value then
-      blocks[#blocks + 1] = name
-      blocks[#blocks + 1] = value
-    end
-  end
-end
-return reply('OK', state, next_seq, hole or next_seq, calls, blocks)
+return reply('OK', state, next_seq, hole or next_seq, calls)

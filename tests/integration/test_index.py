@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from support.backends import Place
 from support.sample_entries import sample_entry
-from support.sequences import WIDTHS, id_array, random_ids
+from support.sequences import WIDTHS, random_ids
 
 from gym_capture_redis import codec, scripts
-from gym_capture_redis.blocks import cut
 from gym_capture_redis.keys import RECORDED, rollout_key
 from gym_capture_redis.settings import SinkSettings
 from gym_capture_redis.sink import RedisTokenSink
@@ -33,7 +32,7 @@ async def test_each_record_begins_as_it_is_stored_whatever_the_length_of_its_tai
             )
     client = SyncClient(SinkSettings.build(place.url, namespace, settings))
     key = rollout_key(namespace, "r")
-    call = scripts.index(key, incarnation="", from_seq=1, max_bytes=2**30, max_blocks=0)
+    call = scripts.index(key, incarnation="", from_seq=1, max_bytes=2**30)
     index = scripts.Index.parse(client.run(call, Subject("r"), deadline=client.deadline()))
     client.close()
 
@@ -50,33 +49,3 @@ async def test_each_record_begins_as_it_is_stored_whatever_the_length_of_its_tai
         assert record.startswith(beginning)
         if not place.url.startswith("fakeredis"):  # which has no library for it, and gives the whole record
             assert len(beginning) < 500 + len(head.tail.raw)
-
-
-@pytest.mark.parametrize(
-    ("from_seq", "most", "brought"), [(1, 5, 5), (1, 4, 0), (2, 2, 2), (2, 1, 0), (3, 9, 0)]
-)
-async def test_blocks_come_along_that_the_same_steps_brought_unless_they_are_too_many(
-    place: Place, namespace: str, from_seq: int, most: int, brought: int
-) -> None:
-    settings: dict[str, Any] = {"durability": place.durability}
-    ids = random_ids(5 * 256, 1)
-    async with RedisTokenSink(place.url, namespace=namespace, **settings) as sink:
-        for number, length in enumerate((3 * 256, 5 * 256)):
-            await sink.put(
-                sample_entry(
-                    "r",
-                    f"c{number}",
-                    prompt_token_ids=ids[:length],
-                    generation_token_ids=[],
-                    generation_log_probs=[],
-                )
-            )
-    client = SyncClient(SinkSettings.build(place.url, namespace, settings))
-    key = rollout_key(namespace, "r")
-    call = scripts.index(key, incarnation="", from_seq=from_seq, max_bytes=2**30, max_blocks=most)
-    index = scripts.Index.parse(client.run(call, Subject("r"), deadline=client.deadline()))
-    client.close()
-    names = cut(id_array(ids)).names
-    assert list(index.blocks) == list(names[len(names) - brought :])
-    for name, value in index.blocks.items():
-        assert value == place.redis.hget(key, b"b:" + name)

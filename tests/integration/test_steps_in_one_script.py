@@ -161,9 +161,7 @@ STEPS: dict[Step, Callable[[bytes, str], Call]] = {
     Step.VERIFY: lambda key, _: scripts.verify(
         key, new_incarnation=OTHER_INCARNATION, incarnation=INCARNATION, seq=9
     ),
-    Step.INDEX: lambda key, _: scripts.index(
-        key, incarnation=INCARNATION, from_seq=1, max_bytes=1, max_blocks=1
-    ),
+    Step.INDEX: lambda key, _: scripts.index(key, incarnation=INCARNATION, from_seq=1, max_bytes=1),
     Step.BLOCKS: lambda key, _: scripts.blocks(key, incarnation=INCARNATION, known=[], ends=[]),
     Step.RECORD: lambda key, _: scripts.record(key, "d", b"a row", incarnation=INCARNATION),
     Step.FAIL: lambda key, _: scripts.fail(

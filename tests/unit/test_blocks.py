@@ -20,16 +20,7 @@ from support.sequences import (
     tree_of,
 )
 
-from gym_capture_redis.blocks import (
-    BLOCK_IDS,
-    NAME_BYTES,
-    ROOT,
-    BlockTree,
-    TokenSequence,
-    cut,
-    first_missing,
-    joined,
-)
+from gym_capture_redis.blocks import BLOCK_IDS, NAME_BYTES, ROOT, BlockTree, TokenSequence, cut, joined
 from gym_capture_redis.packing import Packed, pack_integers, unpack_integers
 
 IDS = random_ids(2 * BLOCK_IDS + 88)
@@ -218,23 +209,6 @@ def test_a_sequence_tells_how_long_it_is_up_to_a_block() -> None:
     sequence, another = sequence_of(IDS), sequence_of(IDS[::-1])
     lengths_up_to = [sequence.length_up_to(name) for name in (ROOT, *sequence.names, another.end)]
     assert lengths_up_to == [0, BLOCK_IDS, 2 * BLOCK_IDS, 0]
-
-
-def test_the_way_back_from_an_end_breaks_off_where_a_block_is_missing() -> None:
-    blocks = dict(sequence_of(random_ids(4 * BLOCK_IDS)).blocks_from(0))
-    names = list(blocks)
-    assert first_missing(names[-1], blocks, {ROOT}) is None
-    assert first_missing(names[-1], {}, {names[-1]}) is None
-    assert first_missing(names[-1], {}, {ROOT}) == names[-1]
-    for number, name in enumerate(names):
-        others = {other: value for other, value in blocks.items() if other != name}
-        assert first_missing(names[-1], others, {ROOT}) == name
-        assert first_missing(names[-1], others, {ROOT, *names[: number + 1]}) is None
-
-
-def test_blocks_that_go_round_in_a_circle_lead_nowhere() -> None:
-    one, other = b"1" * NAME_BYTES, b"2" * NAME_BYTES
-    assert first_missing(one, {one: other, other: one}, {ROOT}) in (one, other)
 
 
 def test_every_block_names_the_one_before_it() -> None:
