@@ -246,7 +246,7 @@ class Row(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of value and blocks."""
-        return len(self.value or b"") + sum(len(block or b"") for block in self.blocks)
+        return len(self.value or b"") + sum(map(len, filter(None, self.blocks)))
 
 
 @dataclass(frozen=True)
