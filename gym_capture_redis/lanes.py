@@ -222,10 +222,11 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: fl
     # While the connection was made some callers may have left, and their steps with them.
     groups = grouped([job for job in batch if not job.reply.done()], one_key=one_key)
     commands = [words for group in groups for words in commands_of(group, link.dialect)]
-    writes = any(group[0].call.step.writes for group in groups)
-    answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s if writes else None)
-    for group, answer in zip(groups, answers_of(groups, commands, answers, link.run_id), strict=True):
-        if not confirmed and group[0].call.step.writes and not isinstance(answer, Exception):
+    writing = [group[0].call.step.writes for group in groups]  # later its caller may have left, and the call
+    answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s if any(writing) else None)
+    read = answers_of(groups, commands, answers, link.run_id)
+    for group, writes, answer in zip(groups, writing, read, strict=True):
+        if writes and not confirmed and not isinstance(answer, Exception):
             _fail(group, NotConfirmedError())
         else:
             _answer(group, answer)
@@ -233,20 +234,25 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: fl
 
 async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[Reply | Exception]:
     """Run steps over a connection at once, outside the lanes, and return what each was answered."""
-    loop = asyncio.get_running_loop()
-    jobs = [
-        Job(call, by_source=False, asking=False, deadline=0.0, reply=loop.create_future()) for call in calls
-    ]
+    jobs = [_outside(call, by_source=False) for call in calls]
     try:
         await send(link, jobs, one_key=one_key, confirm_s=_CONFIRM_S)
-        unknown = [job for job in jobs if is_unknown_script(job.reply.exception() or OSError())]
-        for job in unknown:
-            job.by_source, job.reply = True, loop.create_future()
+        unknown = [
+            number for number, job in enumerate(jobs) if is_unknown_script(job.reply.exception() or OSError())
+        ]
+        for number in unknown:
+            jobs[number] = _outside(calls[number], by_source=True)
         if unknown:
-            await send(link, unknown, one_key=one_key, confirm_s=_CONFIRM_S)
+            await send(link, [jobs[number] for number in unknown], one_key=one_key, confirm_s=_CONFIRM_S)
     finally:
         outcomes = [_outcome(job.reply) for job in jobs]
     return outcomes
+
+
+def _outside(call: Call, *, by_source: bool) -> Job:
+    """A step that waits in no lane."""
+    reply = asyncio.get_running_loop().create_future()
+    return Job(call, by_source=by_source, asking=False, deadline=0.0, reply=reply)
 
 
 def _answer(group: Sequence[Job], answer: Exception | list[Reply | ResponseError]) -> None:

@@ -14,8 +14,8 @@ from redis.exceptions import TimeoutError as NoReplyError
 
 from gym_capture_redis.batches import MAX_BATCH_BYTES, MAX_BATCH_CALLS, MAX_JOINED_BYTES, grouped
 from gym_capture_redis.errors import BackendUnavailableError
-from gym_capture_redis.faults import NotSettledError
-from gym_capture_redis.lanes import MIN_SHARE_CALLS, Job, Lanes
+from gym_capture_redis.faults import NotConfirmedError, NotSettledError
+from gym_capture_redis.lanes import MIN_SHARE_CALLS, Job, Lanes, exchange
 from gym_capture_redis.scripts import Call, Dialect, Reply, Step, delete, peek
 from gym_capture_redis.settings import SinkSettings
 
@@ -33,6 +33,7 @@ class Server:
         self.begun = asyncio.Semaphore(0)
         self.closed_links = 0
         self.confirms = True
+        self.unknown_scripts: set[bytes] = set()
         self.silent_links = 0
         self.settles_at_s = 0.0
         self.open = asyncio.Event()
@@ -51,8 +52,10 @@ class Server:
         self.silent_links -= silent
         return Link(self, silent=silent)
 
-    def answer(self, keys: list[bytes]) -> Any:
+    def answer(self, keys: list[bytes], *, by_source: bool) -> Any:
         """What a script call with these keys is answered: an error of all of them, or a reply for each."""
+        if not by_source and self.unknown_scripts.intersection(keys):
+            return NoScriptError("No matching script")
         for key in keys:
             if isinstance(self.errors.get(key), Exception):
                 return self.errors[key]
@@ -86,7 +89,11 @@ class Link:
         if self._silent:
             await asyncio.Event().wait()
         await self._server.open.wait()
-        return [self._server.answer(keys) for keys in groups], confirm_s is None or self._server.confirms
+        answers = [
+            self._server.answer(keys, by_source=command[0] == "EVAL")
+            for command, keys in zip(commands, groups, strict=True)
+        ]
+        return answers, confirm_s is None or self._server.confirms
 
     async def close(self) -> None:
         self._server.closing.set()
@@ -393,6 +400,39 @@ async def test_trainers_do_not_go_on_with_a_server_that_may_be_short_of_steps(
     assert await answers([peeking]) == [b"other"]
     server.settles_at_s = 0.0
     assert await answers([submit(lanes, call)]) == [b"rollout"]
+
+
+async def test_what_was_not_confirmed_is_told_to_everybody_though_the_first_caller_left(
+    lanes: Lanes, server: Server
+) -> None:
+    server.confirms = False
+    server.open.clear()
+    leaves, stays = [submit(lanes, put_of(1, key)) for key in (b"leaves", b"stays")]
+    async with asyncio.timeout(PATIENCE_S):
+        await server.begun.acquire()
+    leaves.cancel()
+    await asyncio.sleep(0)
+    server.open.set()
+    with pytest.raises(NotConfirmedError):
+        await answers([stays])
+    assert server.batches == [[b"leaves", b"stays"]]
+
+
+async def test_outside_the_lanes_a_script_that_is_unknown_is_sent_whole_for_the_same_steps(
+    server: Server,
+) -> None:
+    steps = [put_of(2, b"put"), peek(b"peek"), put_of(3, b"other put")]
+    server.unknown_scripts = {b"put", b"other put"}
+    replies = await exchange(Link(server, silent=False), steps, one_key=False)
+    assert [reply.rest for reply in replies if isinstance(reply, Reply)] == [
+        (b"put",),
+        (b"peek",),
+        (b"other put",),
+    ]
+    assert server.scripts == [
+        [("EVALSHA", [b"put", b"other put"]), ("EVALSHA", [b"peek"])],
+        [("EVAL", [b"put", b"other put"])],
+    ]
 
 
 # Connections that are not to be used any more
