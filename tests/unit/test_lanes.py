@@ -423,7 +423,8 @@ async def test_outside_the_lanes_a_script_that_is_unknown_is_sent_whole_for_the_
 ) -> None:
     steps = [put_of(2, b"put"), peek(b"peek"), put_of(3, b"other put")]
     server.unknown_scripts = {b"put", b"other put"}
-    replies = await exchange(Link(server, silent=False), steps, one_key=False)
+    link: Any = Link(server, silent=False)
+    replies = await exchange(link, steps, one_key=False)
     assert [reply.rest for reply in replies if isinstance(reply, Reply)] == [
         (b"put",),
         (b"peek",),
