@@ -84,8 +84,8 @@ def take(entry: Any) -> TakenEntry:
 
     """
     small_fields = _content_without_arrays(entry)
-    _check_rereading(small_fields)
     stored = without_omitted(small_fields)
+    _check_rereading(stored, small_fields)
     try:
         small_json = canonical_json(stored)
     except (ValueError, TypeError, RecursionError) as error:
@@ -120,16 +120,17 @@ def _content_without_arrays(entry: Any) -> dict[str, Any]:
     return dumped
 
 
-def _check_rereading(small_fields: dict[str, Any]) -> None:
+def _check_rereading(stored: dict[str, Any], small_fields: dict[str, Any]) -> None:
     """Refuse what a reader would refuse, or would load as something else."""
+    subject = {name: small_fields[name] for name in SUBJECT_FIELDS if name in small_fields}
     try:
-        reread = TokenEntry.model_validate(small_fields | EMPTY_ARRAYS)
+        reread = TokenEntry.model_validate(subject | stored | EMPTY_ARRAYS)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise _invalid(f"{where + ': ' if where else ''}{first['msg']}", small_fields) from None
     read = reread.__dict__ | (reread.model_extra or {})
-    changed = [name for name, value in small_fields.items() if read[name] != value]
+    changed = [name for name, value in stored.items() if read[name] != value]
     if changed:
         raise _invalid(f"{changed[0]} would be read back as another value", small_fields)
 
