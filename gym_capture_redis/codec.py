@@ -93,7 +93,7 @@ class ParsedRecord(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """What a record consists of. ``fields`` are the small ones that it stores."""
+    """What a record consists of, and what its digest covers. ``fields`` are the small ones that it stores."""
 
     fields: dict[str, Any]
     end: bytes
@@ -116,14 +116,14 @@ class _Content(NamedTuple):
         )
         return record
 
-    def digest(self, rollout_id: str, model_call_id: str, fields_json: bytes) -> bytes:
-        """BLAKE2b over a head with all lengths, the JSON of the small fields, then each packed array."""
+    def digest(self, rollout_id: str, model_call_id: str) -> bytes:
+        """BLAKE2b over a head with all lengths, sorted JSON of the small fields, then each packed array."""
         *experts_head, experts_body = [b""] if self.experts is None else self.experts
         if experts_head and experts_head[0] == PLAIN:
             experts_body = canonical_json(experts_body)
         elif isinstance(experts_body, list):
             experts_body = b"".join(experts_body)
-        parts = [fields_json, self.end, self.tail.raw, self.log_probs.raw, experts_body]
+        parts = [canonical_json(self.fields), self.end, self.tail.raw, self.log_probs.raw, experts_body]
         head = [
             rollout_id,
             model_call_id,
@@ -163,7 +163,7 @@ def encode_taken(
         experts, parts = _taken_apart(pack_experts(entry.routed_experts))
         content = _Content(entry.small_fields, sequence.end, sequence.tail, prompt_length, log_probs, experts)
         record = content.packed()
-        digest = content.digest(rollout_id, model_call_id, entry.small_json)
+        digest = content.digest(rollout_id, model_call_id)
         seal = sealed(rollout_id, model_call_id, digest, record)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({name_of(subject)})", **subject) from None

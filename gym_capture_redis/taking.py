@@ -15,7 +15,7 @@ from pydantic_core import PydanticSerializationError
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.experts import expert_bytes
 from gym_capture_redis.records import TokenEntry
-from gym_capture_redis.small_fields import SUBJECT_FIELDS, canonical_json, without_omitted
+from gym_capture_redis.small_fields import SUBJECT_FIELDS, without_omitted
 
 LARGE_TOKENS = 65_536
 """Records above this many tokens, or with routed experts, are worth a thread of their own."""
@@ -30,12 +30,11 @@ _BYTES_PER_TOKEN = 16
 
 
 class TakenEntry(NamedTuple):
-    """The content of an entry: its arrays, its small fields, and the JSON by which those are compared."""
+    """The content of an entry: its small fields in their JSON form, as they are stored, and its arrays."""
 
     rollout_id: Any
     model_call_id: Any
     small_fields: dict[str, Any]
-    small_json: bytes
     prompt_token_ids: Any
     generation_token_ids: Any
     generation_log_probs: Any
@@ -54,7 +53,11 @@ class TakenEntry(NamedTuple):
     @property
     def nbytes(self) -> int:
         """About how much memory encoding and sending it takes."""
-        return _BYTES_PER_TOKEN * self.tokens + expert_bytes(self.routed_experts) + len(self.small_json)
+        return (
+            _BYTES_PER_TOKEN * self.tokens
+            + expert_bytes(self.routed_experts)
+            + _text_length(self.small_fields)
+        )
 
     def subject(self) -> tuple[Any, Any]:
         """Rollout id and call id, not checked."""
@@ -68,7 +71,6 @@ class TakenEntry(NamedTuple):
         return TakenEntry(
             *self.subject(),
             self.small_fields,
-            self.small_json,
             _copied(self.prompt_token_ids),
             _copied(self.generation_token_ids),
             _copied(self.generation_log_probs),
@@ -86,15 +88,10 @@ def take(entry: Any) -> TakenEntry:
     small_fields = _content_without_arrays(entry)
     stored = without_omitted(small_fields)
     _check_rereading(stored, small_fields)
-    try:
-        small_json = canonical_json(stored)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _unserialisable(error, small_fields) from None
     return TakenEntry(
         small_fields.get("rollout_id"),
         small_fields.get("model_call_id"),
         stored,
-        small_json,
         entry.prompt_token_ids,
         entry.generation_token_ids,
         entry.generation_log_probs,
@@ -156,6 +153,22 @@ def _length(values: Any) -> int:
         if isinstance(values, list | tuple)
         else 0
     )
+
+
+def _text_length(fields: dict[str, Any]) -> int:
+    """Characters of all text in the fields: of output items and of extra fields there may be any number.
+
+    Nothing is copied: many entries may have to wait for room.
+    """
+    length, values = 0, list(fields.values())
+    for value in values:  # which grow meanwhile
+        if isinstance(value, str):
+            length += len(value)
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+    return length
 
 
 def _copied(values: Any) -> Any:
