@@ -14,6 +14,7 @@ from gym_capture_redis.errors import (
 from gym_capture_redis.executor import Executor, PerLoop
 from gym_capture_redis.healing import Healer
 from gym_capture_redis.keys import distinct, rollout_key, validate_rollout_id
+from gym_capture_redis.process_bound import ProcessBound
 from gym_capture_redis.scripts import Reply
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.subject import Subject
@@ -38,7 +39,7 @@ _REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
 }
 
 
-class Endpoint(Generic[SettingsT]):
+class Endpoint(ProcessBound, Generic[SettingsT]):
     """Base of all clients with an event loop. Opens nothing until it is used.
 
     ``key`` names what it works on, by namespace and rollout id.
@@ -75,13 +76,6 @@ class Endpoint(Generic[SettingsT]):
     def __repr__(self) -> str:
         """Class, server and namespace, without credentials."""
         return f"{type(self).__name__}({str(self._settings.url)!r}, namespace={self._settings.namespace!r})"
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled: its connections belong to this process."""
-        raise TypeError(
-            f"a {type(self).__name__} cannot be pickled; make one where it is used, of a class and arguments "
-            "that are sent (functools.partial), or for a source of a token_source_factory(...)"
-        )
 
     def _make_executor(self) -> Executor:
         """An executor for the running event loop, which uses this client for the first time."""

@@ -19,6 +19,7 @@ from gym_capture_redis.gym.neighbours import Neighbours
 from gym_capture_redis.keys import rollout_key, validate_rollout_id
 from gym_capture_redis.marks import Target
 from gym_capture_redis.packing import Packed
+from gym_capture_redis.process_bound import ProcessBound
 from gym_capture_redis.settings import LineageSettings
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.sync_client import SyncClient
@@ -70,7 +71,7 @@ class _Kept(NamedTuple):
 _NOTHING_KEPT = _Kept(ROOT, ())
 
 
-class RedisLineageStore(_Base):  # type: ignore[misc]
+class RedisLineageStore(ProcessBound, _Base):  # type: ignore[misc]
     """Finds the parents of requests among the records that the sinks of the same namespace have put.
 
     What any process has put is seen by all others as soon as its ``put`` has returned. Constructing it does

@@ -34,6 +34,7 @@ from gym_capture_redis.keys import (
     validate_rollout_id,
 )
 from gym_capture_redis.parts import PART_BYTES, PartStore
+from gym_capture_redis.process_bound import ProcessBound
 from gym_capture_redis.scripts import Call, Reply
 from gym_capture_redis.settings import ServerSettings, StagingSinkSettings, StagingSourceSettings
 from gym_capture_redis.subject import Subject
@@ -57,7 +58,7 @@ T = TypeVar("T")
 SettingsT = TypeVar("SettingsT", bound=ServerSettings)
 
 
-class _Staging(Generic[SettingsT]):
+class _Staging(ProcessBound, Generic[SettingsT]):
     """What sink and source share. Opens nothing until it is used."""
 
     def __init__(self, settings: SettingsT) -> None:

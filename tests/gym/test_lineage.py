@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import subprocess
 import sys
 import threading
@@ -151,6 +152,11 @@ async def test_a_store_beside_its_sink_or_without_any_says_nothing(
         await store.close()
     await run.close()
     assert not warnings_of(caplog)
+
+
+def test_a_store_is_made_where_it_is_used_and_not_sent_there() -> None:
+    with pytest.raises(TypeError, match="a RedisLineageStore cannot be pickled; make one where it is used"):
+        pickle.dumps(RedisLineageStore("redis://server", namespace="run"))
 
 
 # What is found

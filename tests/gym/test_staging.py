@@ -799,6 +799,12 @@ def test_what_many_threads_stage_at_once_shares_script_calls(one_server: RealSer
     staging.close()
 
 
+@pytest.mark.parametrize("kind", [RedisStagingSink, RedisStagingSource])
+def test_a_client_is_made_where_it_is_used_and_not_sent_there(kind: type[Any]) -> None:
+    with pytest.raises(TypeError, match=f"a {kind.__name__} cannot be pickled; make one where it is used"):
+        pickle.dumps(kind("redis://server", namespace="run"))
+
+
 def test_several_processes_stage_and_all_is_there(on_valkey: Staging) -> None:
     make_sink = partial(RedisStagingSink, on_valkey.url, **on_valkey.settings)
     pickle.loads(pickle.dumps(make_sink))
