@@ -93,6 +93,8 @@ class Executor:
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
                 raise self._failures.no_answer(subject, backoff.last)
             await asyncio.sleep(min(pause_s, left_s))
+            if redirected is not None and redirected.is_closed:  # forgotten meanwhile, for a newer map
+                redirected = None
 
     def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply, asked_at_s: float) -> None:
         """Keep what the server might forget, and watch it for as long as that may be."""
