@@ -11,6 +11,7 @@ from redis.crc import key_slot
 
 from gym_capture_redis import connection
 from gym_capture_redis.cluster import Cluster
+from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError
 from gym_capture_redis.node import Node
@@ -221,3 +222,21 @@ async def test_a_node_that_is_forgotten_before_it_is_asked_fails_no_step(
     assert asked == [False, False]
     await executor.close()
     await asyncio.gather(*tasks)
+
+
+async def test_whoever_waits_for_the_map_is_told_that_the_client_was_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = Executor(SinkSettings.build("redis+cluster://a:1,b:2", "run", {}))
+    asked = asyncio.Event()
+
+    async def silent(*_: Any, **__: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(connection, "ask", silent)
+    step = asyncio.create_task(executor.run(peek(KEY), Subject("r"), deadline=executor.deadline()))
+    await asked.wait()
+    await executor.close()
+    with pytest.raises(BackendUnavailableError, match="closed meanwhile"):
+        await step
