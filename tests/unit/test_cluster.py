@@ -240,3 +240,24 @@ async def test_whoever_waits_for_the_map_is_told_that_the_client_was_closed(
     await executor.close()
     with pytest.raises(BackendUnavailableError, match="closed meanwhile"):
         await step
+
+
+async def test_a_step_that_is_to_be_sent_again_opens_nothing_after_closing(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = Executor(SinkSettings.build("redis+cluster://a:1,b:2", "run", {}))
+    topology: Any = executor._topology
+    asked = asyncio.Event()
+
+    async def noted(*args: Any, **options: Any) -> Any:
+        asked.set()
+        return await nodes._ask(*args, **options)
+
+    monkeypatch.setattr(connection, "ask", noted)
+    step = asyncio.create_task(executor.run(peek(KEY), Subject("r"), deadline=executor.deadline()))
+    await asked.wait()
+    await executor.close()
+    nodes.answers = {Address("a", 1): WHOLE, Address("b", 2): WHOLE}
+    with pytest.raises(BackendUnavailableError, match="closed meanwhile"):
+        await step
+    assert not topology._nodes
