@@ -122,7 +122,7 @@ class RedisLineageStore(_Base):  # type: ignore[misc]
         """
         self._neighbours.should_write_to(Target.of(self._settings))
         deadline = self._client.deadline()
-        if cursor is None:
+        if cursor is None and rollout_id in getattr(self, "_materialized", ()):
             # What Gym kept of an attempt's tokens is not for calls of the same names in the next.
             self._remember_materialized(rollout_id, "", ())
         incarnation, run_id, next_seq = cursor or _Cursor("", "", 1)
