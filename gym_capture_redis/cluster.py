@@ -8,6 +8,7 @@ from functools import partial
 from redis.exceptions import MovedError
 
 from gym_capture_redis.connection import Connected, Link, follow, prepare
+from gym_capture_redis.lanes import closed_error
 from gym_capture_redis.node import Node
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import ConnectionSettings
@@ -34,9 +35,14 @@ class Cluster:
 
         Raises:
             redis.exceptions.RedisError, OSError: no node could tell.
+            BackendUnavailableError: the client was closed.
 
         """
-        await asyncio.shield(self._load_soon())
+        loading = self._load_soon()
+        await asyncio.wait({loading})  # a caller that leaves does not end it
+        if loading.cancelled():  # which is no cancellation of who waits
+            raise closed_error()
+        loading.result()
 
     def learn(self, error: BaseException, node: Node) -> Node | None:
         """Learn where a slot is, from what a step met. A node to ask this once, while a slot is moving."""

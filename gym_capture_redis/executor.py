@@ -70,9 +70,9 @@ class Executor:
         while True:
             node, asked_at_s = None, time.monotonic()
             try:
-                node = redirected or self._topology.node_of(call.key) or await self._find(call.key, deadline)
+                node = self._node_of(call.key, redirected) or await self._find(call.key, deadline)
                 reply = node.submit(
-                    call, urgent=urgent, by_source=by_source, asking=redirected is not None, deadline=deadline
+                    call, urgent=urgent, by_source=by_source, asking=node is redirected, deadline=deadline
                 )
                 answer = await _until(deadline, reply)
             except TimeoutError as error:
@@ -151,11 +151,19 @@ class Executor:
             except AskError as error:  # of another rollout: it redirects nobody who waits here
                 raise RedisConnectionError("what it forgot is on the move") from error
 
+    def _node_of(self, key: bytes, redirected: Node | None = None) -> Node | None:
+        """The node that a step was redirected to, else the one that holds the key. None: not known."""
+        if self._closed:  # nobody would close what is opened from now on
+            raise closed_error()
+        if redirected is not None and not redirected.is_closed:  # else forgotten meanwhile, for a newer map
+            return redirected
+        return self._topology.node_of(key)
+
     async def _find(self, key: bytes, deadline: float) -> Node:
         """The node that holds the key, once that is known again."""
         async with asyncio.timeout_at(deadline):
             await self._topology.refresh()
-        node = self._topology.node_of(key)
+        node = self._node_of(key)
         if node is None:
             raise ClusterDownError("no node serves the slot")
         return node

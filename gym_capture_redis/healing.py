@@ -97,6 +97,7 @@ class Healer:
         """Put back a batch; what has to wait is kept. Returns how many steps had been lost and are back."""
         steps = [step for step in steps if not self._is_over(step, other)]
         here = [step for step in steps if owns(step.call.key)]
+        elsewhere = [step for step in steps if not owns(step.call.key)]  # of now: slots may move meanwhile
         here.sort(key=lambda step: _ORDER[step.call.step])
         try:
             replies = await _sent(
@@ -117,7 +118,7 @@ class Healer:
         except BaseException:
             self.recent.give_back(other, steps)
             raise
-        self.recent.give_back(other, [step for step in steps if not owns(step.call.key)])
+        self.recent.give_back(other, elsewhere)
         for step, reply in zip(here, replies, strict=True):
             self._settle(step, reply, other, lost)
         return sum(isinstance(reply, Reply) and reply.code == "OK" for reply in replies)

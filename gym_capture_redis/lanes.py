@@ -226,10 +226,7 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: fl
     answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s if any(writing) else None)
     read = answers_of(groups, commands, answers, link.run_id)
     for group, writes, answer in zip(groups, writing, read, strict=True):
-        if writes and not confirmed and not isinstance(answer, Exception):
-            _fail(group, NotConfirmedError())
-        else:
-            _answer(group, answer)
+        _answer(group, answer, confirmed=confirmed or not writes)
 
 
 async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[Reply | Exception]:
@@ -255,13 +252,17 @@ def _outside(call: Call, *, by_source: bool) -> Job:
     return Job(call, by_source=by_source, asking=False, deadline=0.0, reply=reply)
 
 
-def _answer(group: Sequence[Job], answer: Exception | list[Reply | ResponseError]) -> None:
+def _answer(
+    group: Sequence[Job], answer: Exception | list[Reply | ResponseError], *, confirmed: bool
+) -> None:
     if isinstance(answer, Exception):
         _fail(group, answer)
         return
     for job, reply in zip(group, answer, strict=True):
         if isinstance(reply, Exception):
             job.fail(reply)
+        elif not confirmed:
+            job.fail(NotConfirmedError())
         else:
             job.answer(reply)
 

@@ -24,6 +24,7 @@ class Node:
         self._common = Lanes(settings, open_link, count=settings.connections, name="lane")
         self._large = Lanes(settings, open_link, count=_LARGE_LANES, name="large lane")
         self._urgent = Lanes(settings, open_link, count=1, name="urgent lane")
+        self.is_closed = False
 
     @property
     def is_idle(self) -> bool:
@@ -53,4 +54,5 @@ class Node:
 
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""
+        self.is_closed = True
         await asyncio.gather(self._common.close(), self._large.close(), self._urgent.close())

@@ -123,6 +123,9 @@ class RedisLineageStore(ProcessBound, _Base):  # type: ignore[misc]
         """
         self._neighbours.should_write_to(Target.of(self._settings))
         deadline = self._client.deadline()
+        if cursor is None and rollout_id in getattr(self, "_materialized", ()):
+            # What Gym kept of an attempt's tokens is not for calls of the same names in the next.
+            self._remember_materialized(rollout_id, "", ())
         incarnation, run_id, next_seq = cursor or _Cursor("", "", 1)
         items: list[tuple[Any, _Ref]] = []
         holes: list[int] = []
@@ -137,8 +140,6 @@ class RedisLineageStore(ProcessBound, _Base):  # type: ignore[misc]
             if not incarnation and reply.code != "OK":
                 return [], None
             if reply.code != "OK" or run_id not in ("", reply.run_id) or reply.seq < next_seq - 1:
-                # What Gym kept of this attempt's tokens is not for calls of the same names in the next.
-                self._remember_materialized(rollout_id, "", ())
                 raise _Base.CursorReset
             incarnation, run_id = reply.incarnation, reply.run_id
             index = scripts.Index.parse(reply)

@@ -388,6 +388,28 @@ async def test_calls_of_the_next_attempt_are_not_taken_for_those_of_the_last(run
         assert await status_of(store, "r", continuation(turns[-1])) == "unresolved"
 
 
+async def test_ids_that_came_while_the_store_was_closed_are_not_taken_for_those_of_the_next_attempt(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, load = run.store(), RedisLineageStore._load_entries
+
+    def closed_meanwhile(closing: RedisLineageStore, *args: Any) -> Any:
+        entries = load(closing, *args)
+        asyncio.run(closing.close())
+        return entries
+
+    (turn,) = conversation("r", 1)
+    await run.put(turn)
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisLineageStore, "_load_entries", closed_meanwhile)
+        await assert_parent(store, turn)
+    await run.source.delete(["r"])
+    turns = list(conversation("r", 2, seed=1_000))
+    await run.put(*turns)
+    for each in reversed(turns):
+        await assert_parent(store, each)
+
+
 async def test_an_attempt_that_ends_between_the_two_reads_is_an_error(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

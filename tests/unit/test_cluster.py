@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ from redis.crc import key_slot
 
 from gym_capture_redis import connection
 from gym_capture_redis.cluster import Cluster
+from gym_capture_redis.errors import BackendUnavailableError
+from gym_capture_redis.executor import Executor
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError
 from gym_capture_redis.node import Node
+from gym_capture_redis.scripts import Call, Reply, peek
 from gym_capture_redis.server_url import Address
 from gym_capture_redis.settings import SinkSettings
+from gym_capture_redis.subject import Subject
 
 KEY = b"gymcap:{run/r}"
 SLOT = key_slot(KEY)
@@ -187,3 +192,72 @@ async def test_nodes_without_slots_are_forgotten(cluster: Cluster, nodes: Nodes)
     await cluster.refresh()
     assert await address_of(cluster) == Address("d", 4)
     assert list(cluster._nodes) == [Address("d", 4)]
+
+
+async def test_a_node_that_is_forgotten_before_it_is_asked_fails_no_step(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is getting its first slot, of which the node that told the map may not know yet."""
+    nodes.answers = {Address("a", 1): WHOLE, Address("b", 2): WHOLE}
+    executor = Executor(SinkSettings.build("redis+cluster://a:1,b:2", "run", {}))
+    topology: Any = executor._topology
+    asked: list[bool] = []
+    tasks: list[asyncio.Task[None]] = []
+    submit = Node.submit
+
+    def answering(node: Node, call: Call, *, asking: bool, **options: Any) -> asyncio.Future[Reply]:
+        if node.is_closed:
+            return submit(node, call, asking=asking, **options)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        asked.append(asking)
+        if len(asked) == 1:
+            reply.set_exception(redis_errors.AskError(f"{SLOT} d:4"))
+            tasks.append(asyncio.create_task(topology._forget_nodes()))
+        else:
+            reply.set_result(Reply("OK", "1" * 32, 1, 1, (), "run id"))
+        return reply
+
+    monkeypatch.setattr(Node, "submit", answering)
+    await executor.run(peek(KEY), Subject("r"), deadline=executor.deadline())
+    assert asked == [False, False]
+    await executor.close()
+    await asyncio.gather(*tasks)
+
+
+async def test_whoever_waits_for_the_map_is_told_that_the_client_was_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = Executor(SinkSettings.build("redis+cluster://a:1,b:2", "run", {}))
+    asked = asyncio.Event()
+
+    async def silent(*_: Any, **__: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(connection, "ask", silent)
+    step = asyncio.create_task(executor.run(peek(KEY), Subject("r"), deadline=executor.deadline()))
+    await asked.wait()
+    await executor.close()
+    with pytest.raises(BackendUnavailableError, match="closed meanwhile"):
+        await step
+
+
+async def test_a_step_that_is_to_be_sent_again_opens_nothing_after_closing(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = Executor(SinkSettings.build("redis+cluster://a:1,b:2", "run", {}))
+    topology: Any = executor._topology
+    asked = asyncio.Event()
+
+    async def noted(*args: Any, **options: Any) -> Any:
+        asked.set()
+        return await nodes._ask(*args, **options)
+
+    monkeypatch.setattr(connection, "ask", noted)
+    step = asyncio.create_task(executor.run(peek(KEY), Subject("r"), deadline=executor.deadline()))
+    await asked.wait()
+    await executor.close()
+    nodes.answers = {Address("a", 1): WHOLE, Address("b", 2): WHOLE}
+    with pytest.raises(BackendUnavailableError, match="closed meanwhile"):
+        await step
+    assert not topology._nodes

@@ -120,6 +120,20 @@ async def test_only_keys_of_this_node_are_sent(worker: Worker) -> None:
     assert (worker.kept(OLD), worker.kept(NEW)) == ([1], [2])
 
 
+async def test_a_slot_that_comes_here_meanwhile_loses_no_step(worker: Worker) -> None:
+    here = [b"other"]
+    worker.did(1)
+    worker.did(2, "other")
+
+    def answer(call: Call) -> Reply:
+        here.append(b"/r}")
+        return ok("SAME", seq_of(call))
+
+    worker.answer = answer
+    await worker.heal(owns=lambda key: any(name in key for name in here))
+    assert (worker.kept(OLD), worker.kept(NEW)) == ([1], [2])
+
+
 @pytest.mark.parametrize("error", [RedisConnectionError("gone"), ResponseError("BUSY"), OSError()])
 async def test_after_a_failure_everything_is_still_kept(worker: Worker, error: Exception) -> None:
     worker.did(1)

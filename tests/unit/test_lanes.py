@@ -418,6 +418,19 @@ async def test_what_was_not_confirmed_is_told_to_everybody_though_the_first_call
     assert server.batches == [[b"leaves", b"stays"]]
 
 
+async def test_an_error_of_one_entry_is_told_though_nothing_was_confirmed(
+    lanes: Lanes, server: Server
+) -> None:
+    server.confirms = False
+    server.errors[b"damaged"] = [b"ERROR", b"CORRUPT the rollout has no state"]
+    damaged, written = [submit(lanes, put_of(1, key)) for key in (b"damaged", b"written")]
+    with pytest.raises(ResponseError, match="no state"):
+        await answers([damaged])
+    with pytest.raises(NotConfirmedError):
+        await answers([written])
+    assert server.batches == [[b"damaged", b"written"]]
+
+
 async def test_outside_the_lanes_a_script_that_is_unknown_is_sent_whole_for_the_same_steps(
     server: Server,
 ) -> None:
