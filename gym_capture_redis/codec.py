@@ -167,7 +167,7 @@ def encode_taken(
         seal = sealed(rollout_id, model_call_id, digest, record)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({name_of(subject)})", **subject) from None
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError, LookupError) as error:
         raise InvalidRecordError(
             f"the record cannot be encoded: {reason_of(error)} ({name_of(subject)})", **subject
         ) from None

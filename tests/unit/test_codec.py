@@ -566,6 +566,20 @@ def test_a_record_above_the_limit_is_refused_and_one_at_the_limit_is_not(fields:
 # What no reader could load is refused before it is sent
 
 
+@pytest.mark.parametrize("field", ["prompt_token_ids", "generation_token_ids"])
+def test_a_list_that_changes_while_it_is_packed_is_refused(field: str) -> None:
+    ids: list[Any] = [1, 2, 3]
+
+    class Shrinking:
+        def __index__(self) -> int:
+            ids.clear()
+            return 1
+
+    ids.append(Shrinking())
+    with pytest.raises(InvalidRecordError, match="'call' of rollout rollout"):
+        encode(sample_entry().model_copy(update={field: ids}))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
