@@ -35,8 +35,8 @@ NAME_BYTES = 16
 ROOT = b"\0" * NAME_BYTES
 """Stands for the empty prefix: the parent of a first block."""
 
-_KINDS = {(name.encode("ascii"), BLOCK_IDS * int(name[1])): name for name in UNSIGNED}
-"""Type of a block, by what stands before its ids and how many bytes they have."""
+_KINDS = {name.encode("ascii"): (name, int(name[1])) for name in UNSIGNED}
+"""Type of a block and bytes for each id, by what stands before its ids."""
 
 _VALUE_HEAD = NAME_BYTES + 2
 """Where the ids of a stored block begin: after the name of its parent and their type."""
@@ -267,8 +267,8 @@ def _ids_of(name: bytes, value: bytes) -> Packed:
         ValueError: the value is not that of the block of this name.
 
     """
-    kind = _KINDS.get((value[NAME_BYTES:_VALUE_HEAD], len(value) - _VALUE_HEAD))
-    if kind is None or _name(value) != name:
+    kind, width = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD], ("", 0))
+    if not kind or len(value) != _VALUE_HEAD + BLOCK_IDS * width or _name(value) != name:
         raise ValueError("not the block of this name")
     return Packed(kind, value[_VALUE_HEAD:])
 
