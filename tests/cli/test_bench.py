@@ -154,7 +154,7 @@ def test_finding_a_continued_call_costs_as_much_traffic_at_the_last_turn_as_at_t
 
     for trips, received in zip(found["round_trips"], found["received_bytes"], strict=True):
         assert len(trips) == 91
-        assert set(trips) == {2}
+        assert set(trips) <= {1, 2}
         assert max(received[45:]) < 1.2 * max(received[1:45])
     assert found["cold_received_bytes"][0] > found["received_bytes"][0][-1]
 
