@@ -63,14 +63,13 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     status = Path(f"/proc/{pid}/stat")
     try:
+        os.kill(pid, 0)
         # A zombie has ended; only whoever adopted it has yet to notice.
         return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:  # also where it ends while its file is read
+        return False
     except FileNotFoundError:
         return not Path("/proc/self").exists()
 
