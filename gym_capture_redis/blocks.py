@@ -18,6 +18,7 @@ import numpy as np
 
 from gym_capture_redis.packing import (
     UNSIGNED,
+    WIDTHS,
     Array,
     Packed,
     pack_integers,
@@ -35,9 +36,7 @@ NAME_BYTES = 16
 ROOT = b"\0" * NAME_BYTES
 """Stands for the empty prefix: the parent of a first block."""
 
-_KINDS = {name.encode("ascii"): (name, int(name[1])) for name in UNSIGNED}
-"""Type of a block and bytes for each id, by what stands before its ids."""
-
+_KINDS = {name.encode("ascii"): name for name in UNSIGNED}
 _VALUE_HEAD = NAME_BYTES + 2
 """Where the ids of a stored block begin: after the name of its parent and their type."""
 
@@ -267,8 +266,8 @@ def _ids_of(name: bytes, value: bytes) -> Packed:
         ValueError: the value is not that of the block of this name.
 
     """
-    kind, width = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD], ("", 0))
-    if not kind or len(value) != _VALUE_HEAD + BLOCK_IDS * width or _name(value) != name:
+    kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
+    if kind is None or len(value) != _VALUE_HEAD + BLOCK_IDS * WIDTHS[kind] or _name(value) != name:
         raise ValueError("not the block of this name")
     return Packed(kind, value[_VALUE_HEAD:])
 

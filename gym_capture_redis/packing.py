@@ -27,11 +27,13 @@ UNSIGNED = ("u1", "u2", "u3", "u4", "u8")
 _SIGNED = ("i1", "i2", "i4", "i8")
 _FLOATS = ("f4", "f8")
 _INTEGERS = frozenset((*UNSIGNED, *_SIGNED))
-_WIDTHS = {name: int(name[1]) for name in (*UNSIGNED, *_SIGNED, *_FLOATS)}
+WIDTHS = {name: int(name[1]) for name in (*UNSIGNED, *_SIGNED, *_FLOATS)}
+"""Bytes of an element, by its type."""
+
 _THREE_BYTES = 2**24 - 1
 _BITS = 64
 _NARROWEST: dict[tuple[str, ...], tuple[str, ...]] = {
-    types: tuple(next(name for name in types if bits <= 8 * _WIDTHS[name]) for bits in range(_BITS + 1))
+    types: tuple(next(name for name in types if bits <= 8 * WIDTHS[name]) for bits in range(_BITS + 1))
     for types in (UNSIGNED, _SIGNED)
 }
 """The narrowest of these types, for each number of bits."""
@@ -49,7 +51,7 @@ class Packed(NamedTuple):
     @property
     def length(self) -> int:
         """How many elements it has."""
-        return len(self.raw) // _WIDTHS[self.type]
+        return len(self.raw) // WIDTHS[self.type]
 
 
 def joined_ids(prompt: Any, generation: Any) -> tuple[Array, int]:
@@ -103,7 +105,7 @@ def is_plain_row(numbers: Array) -> bool:
 def _from_list(ids: Any) -> Array | None:
     if not isinstance(ids, list | tuple):
         return None
-    for code in ("I", "Q"):
+    for code in ("I", "Q"):  # several times faster than numpy's own conversion
         try:
             return _as_array(array(code, ids))
         except (OverflowError, TypeError):
@@ -136,7 +138,7 @@ def pack_rows(rows: Array) -> list[Packed]:
     narrowed = {name: _narrowed(rows, name) for name in set(names)}
     packed = []
     for number, name in enumerate(names):
-        row_bytes = _WIDTHS[name] * rows.shape[1]
+        row_bytes = WIDTHS[name] * rows.shape[1]
         packed.append(Packed(name, narrowed[name][number * row_bytes : (number + 1) * row_bytes]))
     return packed
 
@@ -162,7 +164,7 @@ def check_integers(packed: Packed) -> None:
         ValueError: an unknown type, or bytes that are no whole number of elements.
 
     """
-    if packed.type not in _INTEGERS or len(packed.raw) % _WIDTHS[packed.type]:
+    if packed.type not in _INTEGERS or len(packed.raw) % WIDTHS[packed.type]:
         raise ValueError("not a packed integer array")
 
 
@@ -225,6 +227,6 @@ def unpack_log_probs(packed: Packed) -> Array:
         ValueError: an unknown type, or bytes that are no whole number of elements.
 
     """
-    if packed.type not in _FLOATS or len(packed.raw) % _WIDTHS[packed.type]:
+    if packed.type not in _FLOATS or len(packed.raw) % WIDTHS[packed.type]:
         raise ValueError("not a packed float array")
     return np.frombuffer(packed.raw, "<" + packed.type)
