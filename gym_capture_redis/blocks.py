@@ -21,8 +21,7 @@ from gym_capture_redis.packing import (
     WIDTHS,
     Array,
     Packed,
-    pack_integers,
-    pack_rows,
+    pack_pieces,
     unpack_integers,
     unpack_joined,
 )
@@ -48,12 +47,14 @@ _NO_TAIL = Packed("u1", b"")
 class TokenSequence:
     """The ids of a call, and ``names`` of its full blocks, root first.
 
-    ``values`` are the stored values of the last of them, as many as had to be hashed for their names.
-    ``raw`` are the bytes of ``ids`` where others are to be compared with them, or nothing.
+    ``tail`` are the ids after the last of these, fewer than ``BLOCK_IDS``. ``values`` are the stored values
+    of the last blocks, as many as had to be hashed for their names. ``raw`` are the bytes of ``ids`` where
+    others are to be compared with them, or nothing.
     """
 
     ids: Array
     names: tuple[bytes, ...]
+    tail: Packed = _NO_TAIL
     values: tuple[bytes, ...] = ()
     raw: bytes = b""
 
@@ -61,11 +62,6 @@ class TokenSequence:
     def end(self) -> bytes:
         """Name of the last full block, or ``ROOT``."""
         return self.names[-1] if self.names else ROOT
-
-    @property
-    def tail(self) -> Packed:
-        """The ids after the last full block, fewer than ``BLOCK_IDS``."""
-        return pack_integers(self.ids[len(self.names) * BLOCK_IDS :])
 
     def parent(self, index: int) -> bytes:
         """Name of the block before full block number ``index``, or ``ROOT``."""
@@ -81,7 +77,7 @@ class TokenSequence:
         if index >= hashed:
             values = list(self.values[index - hashed :])
         else:
-            packed = _packed_blocks(self.ids, index, hashed)
+            packed = pack_pieces(self.ids[index * BLOCK_IDS : hashed * BLOCK_IDS], BLOCK_IDS)
             parents = [self.parent(number) for number in range(index, hashed)]
             values = [*map(_block_value, parents, packed), *self.values]
         return list(zip(self.names[index:], values, strict=True))
@@ -114,10 +110,13 @@ def cut(ids: Array, earlier: Iterable[TokenSequence] = ()) -> TokenSequence:
         if shared > len(known):
             known = sequence.names[:shared]
     names, values = list(known), []
-    for packed in _packed_blocks(ids, len(known), len(ids) // BLOCK_IDS):
+    full = len(ids) // BLOCK_IDS - len(known)
+    pieces = pack_pieces(ids[len(known) * BLOCK_IDS :], BLOCK_IDS)
+    for packed in pieces[:full]:
         values.append(_block_value(names[-1] if names else ROOT, packed))
         names.append(_name(values[-1]))
-    return TokenSequence(ids, tuple(names), tuple(values))
+    tail = pieces[full] if full < len(pieces) else _NO_TAIL
+    return TokenSequence(ids, tuple(names), tail, tuple(values))
 
 
 def joined(
@@ -140,7 +139,7 @@ def joined(
         before = value[:NAME_BYTES]
     number, sequence = places.get(before, (0, TokenSequence(_NOTHING, ())))
     ids = np.concatenate([sequence.ids[: number * BLOCK_IDS], *unpack_joined(parts[::-1])])
-    return TokenSequence(ids, (*sequence.names[:number], *names[::-1]))
+    return TokenSequence(ids, (*sequence.names[:number], *names[::-1]), tail)
 
 
 @dataclass
@@ -270,13 +269,6 @@ def _ids_of(name: bytes, value: bytes) -> Packed:
     if kind is None or len(value) != _VALUE_HEAD + BLOCK_IDS * WIDTHS[kind] or _name(value) != name:
         raise ValueError("not the block of this name")
     return Packed(kind, value[_VALUE_HEAD:])
-
-
-def _packed_blocks(ids: Array, start: int, stop: int) -> list[Packed]:
-    """The ids of the full blocks from number ``start`` to before ``stop``."""
-    if start >= stop:
-        return []
-    return pack_rows(ids[start * BLOCK_IDS : stop * BLOCK_IDS].reshape(-1, BLOCK_IDS))
 
 
 def _block_value(parent: bytes, packed: Packed) -> bytes:

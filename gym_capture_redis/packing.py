@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from itertools import groupby
+from math import isfinite
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -132,14 +133,28 @@ def pack_integers(numbers: Array) -> Packed:
     return Packed(name, _narrowed(numbers, name))
 
 
-def pack_rows(rows: Array) -> list[Packed]:
-    """Pack each row of a matrix of unsigned integers, which is not empty, as ``pack_integers`` does."""
-    names = [_narrowest(UNSIGNED, high.bit_length()) for high in rows.max(axis=1).tolist()]
-    narrowed = {name: _narrowed(rows, name) for name in set(names)}
+def pack_pieces(numbers: Array, length: int) -> list[Packed]:
+    """Pack each piece of ``length`` unsigned integers, the last may be shorter, as ``pack_integers`` does."""
+    starts = range(0, len(numbers), length)
+    if numbers.dtype.itemsize != _NARROW_IDS.itemsize:
+        return [pack_integers(numbers[start : start + length]) for start in starts]
+    # Nearly always. On few ids numpy would take longer to be called than to work.
+    raw = numbers.astype(_NARROW_IDS, copy=False).tobytes()
+    top, third, second = raw[3::4], raw[2::4], raw[1::4]
+    narrowed: dict[int, bytes] = {}
     packed = []
-    for number, name in enumerate(names):
-        row_bytes = WIDTHS[name] * rows.shape[1]
-        packed.append(Packed(name, narrowed[name][number * row_bytes : (number + 1) * row_bytes]))
+    for start in starts:
+        zeros = bytes(min(length, len(numbers) - start))
+        if not top.startswith(zeros, start):
+            width = 4
+        elif not third.startswith(zeros, start):
+            width = 3
+        else:
+            width = 1 if second.startswith(zeros, start) else 2
+        if width not in narrowed:
+            narrowed[width] = _first_bytes(raw, width)
+        piece = narrowed[width][width * start : width * (start + length)]
+        packed.append(Packed(UNSIGNED[width - 1], piece))
     return packed
 
 
@@ -152,9 +167,15 @@ def _narrowest(types: tuple[str, ...], bits: int) -> str:
 def _narrowed(numbers: Array, name: str) -> bytes:
     if name != "u3":
         return numbers.astype("<" + name).tobytes()
-    raw = bytearray(numbers.astype("<u4", copy=False).tobytes())
-    del raw[3::4]
-    return bytes(raw)
+    return _first_bytes(numbers.astype(_NARROW_IDS, copy=False).tobytes(), 3)
+
+
+def _first_bytes(raw: bytes, width: int) -> bytes:
+    """The first ``width`` of each four bytes."""
+    first = bytearray(raw)
+    for left in range(4, width, -1):
+        del first[left - 1 :: left]
+    return bytes(first)
 
 
 def check_integers(packed: Packed) -> None:
@@ -212,10 +233,11 @@ def pack_log_probs(values: Any) -> Packed:
             wide = _as_array(array("d", values))
         except (TypeError, OverflowError):  # such as an integer beyond all floats
             raise InvalidRecordError(_NO_FLOATS) from None
-    if not np.isfinite(wide).all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow, squares = wide.astype("<f4"), wide.dot(wide)
+    # The sum of squares tells sooner, unless it is too large itself.
+    if not isfinite(squares) and not np.isfinite(wide).all():
         raise InvalidRecordError("the record is invalid: generation_log_probs holds NaN or an infinity")
-    with np.errstate(over="ignore"):
-        narrow = wide.astype("<f4")
     raw = wide.tobytes()
     return Packed("f4", narrow.tobytes()) if narrow.astype("<f8").tobytes() == raw else Packed("f8", raw)
 

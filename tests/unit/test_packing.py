@@ -21,7 +21,7 @@ from gym_capture_redis.packing import (
     joined_ids,
     pack_integers,
     pack_log_probs,
-    pack_rows,
+    pack_pieces,
     unpack_integers,
     unpack_log_probs,
 )
@@ -111,45 +111,50 @@ def test_integers_with_a_part_of_an_element_are_refused(kind: str) -> None:
             assert unpack_integers(Packed(kind, b"\0" * size)).tolist() == [0] * (size // width)
 
 
-# Rows of a matrix
+# Pieces
 
-ROW_LIMITS = (1, 2**8, 2**8 + 1, 2**16, 2**16 + 1, 2**24, 2**24 + 1, 2**32, 2**32 + 1, 2**63, 2**64)
-"""One more than the largest of a row: just what each type holds, and just too much for it."""
+PIECE_LIMITS = (1, 2**8, 2**8 + 1, 2**16, 2**16 + 1, 2**24, 2**24 + 1, 2**32, 2**32 + 1, 2**63, 2**64)
+"""One more than the largest of a piece: just what each type holds, and just too much for it."""
 
 
 @given(
-    limits=st.lists(st.sampled_from(ROW_LIMITS), min_size=1, max_size=12),
-    width=st.integers(1, 300),
+    limits=st.lists(st.sampled_from(PIECE_LIMITS), max_size=12),
+    length=st.integers(1, 300),
+    rest=st.integers(0, 299),
     seed=st.integers(0, 10),
-    dtype=st.sampled_from(["<u4", "<u8", ">u8"]),
+    dtype=st.sampled_from(["<u4", ">u4", "<u8", ">u8"]),
 )
-def test_rows_are_packed_as_each_would_be_alone(limits: list[int], width: int, seed: int, dtype: str) -> None:
+def test_pieces_are_packed_as_each_would_be_alone(
+    limits: list[int], length: int, rest: int, seed: int, dtype: str
+) -> None:
     random = np.random.default_rng(seed)
-    most = 2 ** (8 * np.dtype(dtype).itemsize)
-    rows = np.array(
-        [random.integers(0, min(limit, most) - 1, width, np.uint64, endpoint=True) for limit in limits]
-    )
-    rows[:, random.integers(width)] = [min(limit, most) - 1 for limit in limits]
-    rows = rows.astype(dtype)
-    assert pack_rows(rows) == [pack_integers(row) for row in rows]
-    for row, packed in zip(rows, pack_rows(rows), strict=True):
-        assert unpack_integers(packed).tolist() == row.tolist()
+    most = [min(limit, 2 ** (8 * np.dtype(dtype).itemsize)) - 1 for limit in limits]
+    rows = np.array([random.integers(0, high, length, np.uint64, endpoint=True) for high in most], np.uint64)
+    for row, high in zip(rows, most, strict=True):
+        row[random.integers(length)] = high
+    ids = rows.ravel()[: max(0, rows.size - rest % length)].astype(dtype)
+    pieces = [ids[start : start + length] for start in range(0, len(ids), length)]
+    packed = pack_pieces(ids, length)
+    assert packed == [pack_integers(piece) for piece in pieces]
+    assert [unpack_integers(each).tolist() for each in packed] == [piece.tolist() for piece in pieces]
 
 
-def test_a_wide_row_does_not_widen_the_others_in_whatever_order() -> None:
-    largest = [limit - 1 for limit in ROW_LIMITS]
+@pytest.mark.parametrize("place", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_a_wide_piece_does_not_widen_the_others_in_whatever_order(place: int, dtype: type[Any]) -> None:
+    largest = [limit - 1 for limit in PIECE_LIMITS if limit <= np.iinfo(dtype).max + 1]
     for order in (largest, largest[::-1]):
-        rows = np.zeros((len(order), 5), np.uint64)
-        rows[:, 3] = order
-        assert [packed.type for packed in pack_rows(rows)] == [
+        rows = np.zeros((len(order), 5), dtype)
+        rows[:, place] = order
+        assert [packed.type for packed in pack_pieces(rows.ravel(), 5)] == [
             pack_integers(np.array([0, most], np.uint64)).type for most in order
         ]
 
 
-def test_rows_of_a_slice_are_packed_as_those_of_a_copy() -> None:
-    wide = np.arange(6 * 512, dtype=np.uint32).reshape(6, 512) * 5_000
-    for rows in (wide[::2], wide[:, :256], wide[:, ::2]):
-        assert pack_rows(rows) == pack_rows(rows.copy())
+def test_pieces_of_a_slice_are_packed_as_those_of_a_copy() -> None:
+    wide = np.arange(6 * 512, dtype=np.uint32) * 5_000
+    for ids in (wide[::2], wide[300:], wide[::-1]):
+        assert pack_pieces(ids, 256) == pack_pieces(ids.copy(), 256)
 
 
 # Token ids
