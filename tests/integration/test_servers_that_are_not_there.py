@@ -38,7 +38,7 @@ def closed_port(_: Path) -> str:
 
 async def put(url: str) -> None:
     async with RedisTokenSink(url, timeout_s=TIMEOUT_S) as sink:
-        await sink.put(sample_entry())
+        await sink.put(sample_entry(routed_experts=None))  # with them, a thread would be needed in time
 
 
 async def announce(url: str) -> None:
