@@ -30,7 +30,7 @@ from gym_capture_redis.topology import new_topology
 
 _THREADS = 2
 _WATCH_S = 1.0
-"""How often an idle sink asks whether the server is still the one that acknowledged its newest steps."""
+"""How often an idle sink asks whether a server is still the one that acknowledged its newest steps."""
 
 _INHERITED: list[dict[asyncio.AbstractEventLoop, Executor]] = []
 

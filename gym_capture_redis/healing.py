@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 
 from gym_capture_redis import scripts
-from gym_capture_redis.attempts import AttemptMemory
+from gym_capture_redis.attempts import AttemptMemory, Position
 from gym_capture_redis.errors import CorruptRecordError, UnsupportedFormatError
 from gym_capture_redis.faults import final_error
 from gym_capture_redis.keys import new_mark_id, new_name, rollout_key
@@ -29,6 +30,8 @@ Owns = Callable[[bytes], bool]
 _BATCH_STEPS = 64
 _BATCH_BYTES = 2**20
 _VERIFIED_AT_ONCE = 512
+_SAMPLED = 16
+"""By so many of the newest rollouts that a server must know it is told whether it knows any."""
 
 _ORDER = {
     Step.BEGIN: 0,
@@ -40,6 +43,10 @@ _ORDER = {
     Step.MARK: 6,
 }
 """In a batch the steps of one kind go together; a put needs what was staged before it."""
+
+
+_Known = tuple[str, Position]
+"""A rollout, and how far it was."""
 
 
 class Healer:
@@ -55,7 +62,10 @@ class Healer:
         *,
         key: Callable[[str, str], bytes] = rollout_key,
     ) -> None:
-        self.recent = RecentSteps(max_bytes=settings.max_recent_bytes, settle_s=settings.settle_s)
+        self.recent = RecentSteps(
+            max_bytes=settings.max_recent_bytes if settings.server_may_forget else 0,
+            settle_s=settings.settle_s,
+        )
         self._attempts = attempts
         self._key = partial(key, settings.namespace)
         self._settle_s = settings.settle_s
@@ -170,38 +180,61 @@ class Healer:
     ) -> None:
         """Compare how far rollouts were with what this server has of them."""
         positions = self._attempts.on_others(run_id)
+        doubtful, safe = list[_Known](), list[_Known]()
         for start in range(0, len(positions), _VERIFIED_AT_ONCE):
             await asyncio.sleep(0)  # there may be very many, and nothing to be sent about them
-            calls = [
-                (
-                    scripts.verify(
-                        key,
-                        new_incarnation=new_name(),
-                        incarnation=position.incarnation,
-                        seq=position.seq,
-                        own_seq=position.own_seq,
-                        own_trace=position.own_trace,
-                    ),
-                    Subject(rollout_id),
-                )
-                for rollout_id, position in positions[start : start + _VERIFIED_AT_ONCE]
-                if (lost_by is None or position.run_id in lost_by)
-                and self._may_be_lost(position.run_id, position.at_s)
-                and owns(key := self._key(rollout_id))
-            ]
-            for (_, subject), reply in zip(calls, await _sent(send, calls), strict=True):
-                if isinstance(reply, Exception):
-                    continue  # unreadable, which every reader is told
-                if reply.code == "LOST":
-                    self._report_lost(subject.rollout_id, lost)
-                self._attempts.note(subject.rollout_id, reply)
+            for known in positions[start : start + _VERIFIED_AT_ONCE]:
+                if lost_by is None or known[1].run_id in lost_by:
+                    (doubtful if self._may_be_lost(known[1]) else safe).append(known)
+        if safe and not await self._has_any(send, run_id, owns, safe):
+            doubtful += safe
+        for start in range(0, len(doubtful), _VERIFIED_AT_ONCE):
+            await asyncio.sleep(0)
+            await self._verify_some(send, owns, doubtful[start : start + _VERIFIED_AT_ONCE], lost)
 
-    def _may_be_lost(self, run_id: str, at_s: float) -> bool:
-        """Whether the server that acknowledged a step at that time may have ended before it was safe."""
+    async def _verify_some(self, send: Send, owns: Owns, known: Sequence[_Known], lost: set[str]) -> None:
+        calls = [
+            (
+                scripts.verify(
+                    key,
+                    new_incarnation=new_name(),
+                    incarnation=position.incarnation,
+                    seq=position.seq,
+                    own_seq=position.own_seq,
+                    own_trace=position.own_trace,
+                ),
+                Subject(rollout_id),
+            )
+            for rollout_id, position in known
+            if owns(key := self._key(rollout_id))
+        ]
+        for (call, subject), reply in zip(calls, await _sent(send, calls), strict=True):
+            if isinstance(reply, Exception):
+                continue  # unreadable, which every reader is told
+            if reply.code == "LOST":
+                self._report_lost(subject.rollout_id, lost)
+            self._attempts.note(subject.rollout_id, reply)
+            self.recent.watch(call.key, subject, reply.run_id)
+
+    async def _has_any(self, send: Send, run_id: str, owns: Owns, safe: Sequence[_Known]) -> bool:
+        """Whether this server has any of what no restart can have lost; if not, its files are gone."""
+        here = ((self._key(rollout_id), rollout_id, position) for rollout_id, position in reversed(safe))
+        newest = list(islice((each for each in here if owns(each[0])), _SAMPLED))
+        calls = [(scripts.peek(key), Subject(rollout_id)) for key, rollout_id, _ in newest]
+        for call, subject in calls[:1]:
+            self.recent.watch(call.key, subject, run_id)
+        replies = await _sent(send, calls)
+        return any(
+            isinstance(reply, Exception) or reply.incarnation == position.incarnation
+            for (_, _, position), reply in zip(newest, replies, strict=True)
+        )
+
+    def _may_be_lost(self, position: Position) -> bool:
+        """Whether the server that acknowledged a rollout's newest step may have ended before it was safe."""
         if not self._keeps_old_steps:
             return True
-        alive_at_s = self.recent.alive_at_s(run_id)
-        return alive_at_s is not None and alive_at_s - at_s <= self._settle_s
+        alive_at_s = self.recent.alive_at_s(position.run_id)
+        return alive_at_s is not None and alive_at_s - position.at_s <= self._settle_s
 
 
 def _lost_mark(step: RecentStep, subject: Subject, *, seq: int) -> RecentStep:

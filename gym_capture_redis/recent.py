@@ -1,7 +1,8 @@
 """The newest steps that servers acknowledged to a sink, kept until they cannot be forgotten any more. No I/O.
 
 A step is let go when the server that acknowledged it has answered anything that it was asked ``settle_s``
-later: while the server is away nothing gets older, nor while a reply waits to be read.
+later: while the server is away nothing gets older, nor while a reply waits to be read. The server is watched
+for longer: it may come back with nothing at all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from gym_capture_redis.subject import Subject
 
 STEP_BYTES = 1024
 """What a step takes beside its variable arguments."""
+
+WATCHED_S = 86_400.0
+"""For how long after its newest step a server is watched: a mark of what it forgot then stays as long."""
 
 
 class RecentStep(NamedTuple):
@@ -48,7 +52,7 @@ class _Server:
     def __init__(self) -> None:
         self.steps: deque[RecentStep] = deque()
         self.newest: NewestStep | None = None
-        """Of those that can be lost, kept or not."""
+        """Of those that can be lost, or were verified; kept or not."""
         self.alive_at_s = 0.0
 
     @property
@@ -105,7 +109,7 @@ class RecentSteps:
             steps = server.steps
             while steps and steps[0].at_s < asked_at_s - self._settle_s:
                 contents.nbytes -= steps.popleft().nbytes
-            if server.newest is not None and server.newest.at_s < asked_at_s - self._settle_s:
+            if server.newest is not None and server.newest.at_s < asked_at_s - WATCHED_S:
                 server.newest = None
             # SAME answers a repeat: its first reply was lost, or it is settled by another step.
             # What puts a step back is no step of its own: the healer keeps that one on.
@@ -119,6 +123,12 @@ class RecentSteps:
     def keep(self, step: RecentStep, run_id: str) -> None:
         """Keep a step that was put back: this server has acknowledged it now."""
         self.give_back(run_id, [step._replace(at_s=time.monotonic())])
+
+    def watch(self, key: bytes, subject: Subject, run_id: str) -> None:
+        """This server, too, may forget the rollout from now on, of which nothing may be kept."""
+        contents = self._contents()
+        with contents.lock:
+            contents.server(run_id).newest = NewestStep(key, subject, time.monotonic())
 
     def others(self, run_id: str) -> list[str]:
         """Run ids of other servers than this one that may have forgotten something."""

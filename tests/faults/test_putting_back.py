@@ -225,6 +225,56 @@ async def test_a_server_without_a_file_forgets_the_attempt_and_the_worker_says_s
     assert "Rollout r" in message
 
 
+async def until_nothing_is_kept(worker: RedisTokenSink) -> None:
+    healer = worker._executors.get()._healer
+    assert healer is not None
+    await asyncio.to_thread(wait_until, lambda: not healer.recent.nbytes, "all is old", timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("durability", ["memory", "aof", "fsync"])
+async def test_a_worker_that_did_nothing_for_long_notices_a_server_that_comes_back_empty(
+    server: RealServer, new_worker: NewWorker, durability: str
+) -> None:
+    server.kill()
+    server.config |= {"appendfsync": "always" if durability == "fsync" else "everysec"}
+    server.start()
+    worker = new_worker(durability=durability, settle_s=LONG_AGO_S)
+    for rollout in ("r", "s"):
+        await capture(worker, "first", rollout=rollout)
+    for _ in range(2):  # also one that was met as an empty one
+        await until_nothing_is_kept(worker)
+        await asyncio.to_thread(come_back_empty, server)
+        await until(server, has_steps(1))
+        async with RedisTokenSink(server.url, **SETTINGS) as other:
+            await other.begin_call("s", "second")
+            await other.put(sample_entry("s", "second"))
+        await asyncio.to_thread(
+            wait_until,
+            lambda: fields_of(server, rollout_key("run", "s")).keys() >= {b"f:", b"r:second"},
+            "the other rollout is marked too",
+            timeout_s=PATIENCE_S,
+        )
+        for rollout, there in (("r", set[str]()), ("s", {"second"})):
+            snapshot = await frozen(server, rollout)
+            assert (reasons(snapshot), calls(snapshot)) == ([(IncompleteCode.LOST_STEPS, "")], there)
+
+
+async def test_a_worker_that_did_nothing_for_long_has_nothing_to_say_of_a_server_that_lost_nothing(
+    server: RealServer, new_worker: NewWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = new_worker(settle_s=LONG_AGO_S)
+    for number in range(30):
+        await capture(worker, "first", rollout=f"other-{number}")
+    await capture(worker, "first")
+    before = fields_of(server)
+    for _ in range(2):
+        await until_nothing_is_kept(worker)
+        await asyncio.to_thread(restart, server)
+        await worker.begin_call("another", "call")
+        assert fields_of(server) == before
+    assert errors_in(caplog) == []
+
+
 async def begin(worker: RedisTokenSink) -> None:
     await worker.begin_call("r", "third")
 

@@ -20,6 +20,7 @@ from gym_capture_redis import (
     RedisTokenSink,
     RedisTokenSource,
     connection,
+    recent,
 )
 from gym_capture_redis.connection import Link
 from gym_capture_redis.protocols import IncompleteCode
@@ -242,6 +243,7 @@ async def test_an_idle_connection_finds_out_that_its_server_was_a_replica_for_a_
     own_pair: Pair, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_TRUSTED_S", 0.0)
+    monkeypatch.setattr(recent, "WATCHED_S", 0.0)
     settings: dict[str, Any] = {"namespace": namespace, "durability": "memory", "timeout_s": PATIENCE_S}
     sink = RedisTokenSink(own_pair.primary.url, **settings, settle_s=NOTHING_IS_FORGOTTEN_S)
     source = RedisTokenSource(own_pair.primary.url, **settings, settle_s=NOTHING_IS_FORGOTTEN_S)

@@ -57,6 +57,8 @@ class Worker:
 
 
 def seq_of(call: Call) -> int:
+    if call.step is Step.PEEK:
+        return 0
     return int(call.args[0] if call.healing else call.args[2])
 
 
@@ -214,6 +216,36 @@ async def test_rollouts_that_were_safe_long_ago_are_verified_only_where_nothing_
     await worker.heal()
     assert [rollout_key("run", "r") in [call.key for call in worker.sent[-1]]] == [verified]
     assert rollout_key("run", "newer") in [call.key for call in worker.sent[-1]]
+
+
+@pytest.mark.parametrize("durability", ["aof", "fsync"])
+@pytest.mark.parametrize("known", [None, "r0", "r29"])
+async def test_a_server_that_knows_none_of_what_was_safe_is_asked_for_all_of_it(
+    durability: str, known: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the newest: in a file that was cut short, or is of another day, they are missing."""
+    now_s = [1_000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    worker = Worker(durability=durability)
+    rollouts = [f"r{number}" for number in range(30)]
+    for rollout in rollouts:
+        worker.did(1, rollout)
+    now_s[0] += 1_000.0
+    peek = scripts.peek(rollout_key("run", "r0"))
+    worker.healer.recent.note(peek, Subject("r0"), Reply("OK", ATTEMPT, 1, 1, (), OLD), asked_at_s=now_s[0])
+
+    def answer(call: Call) -> Reply:
+        is_there = known is not None and call.key == rollout_key("run", known)
+        return ok("OK", 1, ATTEMPT) if is_there else ok("LOST" if call.step is Step.VERIFY else "OK", 1, "")
+
+    worker.answer = answer
+    await worker.heal()
+    asked = [call.key for batch in worker.sent for call in batch if call.step is Step.PEEK]
+    assert asked == [rollout_key("run", rollout) for rollout in rollouts[:-17:-1]]
+    verified = [call.key for batch in worker.sent for call in batch if call.step is Step.VERIFY]
+    expected = [] if known == "r29" else [rollout_key("run", rollout) for rollout in rollouts]
+    assert verified == expected
+    assert [run_id for run_id, _ in worker.healer.recent.newest()] == [NEW]
 
 
 async def test_verifying_goes_in_batches(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
