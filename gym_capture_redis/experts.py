@@ -108,7 +108,7 @@ def _holds_booleans(rows: Any, depth: int) -> bool:
 
 def _pack_route_string(experts: str) -> list[Any] | None:
     head = _ROUTE_STRING.match(experts)
-    raw = decode_base64(experts[head.end() :]) if head is not None else None
+    raw = decode_base64(experts, head.end()) if head is not None else None
     return ["route", head.group(), raw] if head is not None and raw is not None else None
 
 
@@ -125,7 +125,7 @@ def unpack_experts(form: Any, *, arrays: bool) -> Any:
         case ["json", value] if not isinstance(value, bytes):
             return value
         case ["route", head, raw]:
-            return head + encode_base64(raw)
+            return encode_base64(raw, head)
         case ["nested", name, shape, raw]:
             array = unpack_integers(Packed(name, raw)).reshape(shape)
             # Row by row: one call would hold the interpreter for a large array's whole time.
