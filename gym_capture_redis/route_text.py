@@ -1,30 +1,36 @@
 """The base64 in route strings: many megabytes, in pieces that leave the interpreter to others.
 
 Only the canonical form is decoded: what encoding the bytes gives back. pybase64 does it where it is installed
-(the extra ``fast``), many times as fast as the standard library.
+(the extra ``fast``), many times as fast as the standard library. No I/O here.
 """
 
 from __future__ import annotations
 
 import binascii
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
+from gym_capture_redis.parts import PART_BYTES, cut
+
 _PIECE_BYTES = 3 * 2**16
 _PIECE_CHARACTERS = _PIECE_BYTES // 3 * 4
+_ROUND_CHARACTERS = 4 * PART_BYTES
+"""Of three parts: the fewest that are both whole pieces and whole parts."""
 
 
 class _Base64(NamedTuple):
     """Whose base64 it is. ``decode`` raises ValueError for what is no base64."""
 
     decode: Callable[[str], bytes]
-    encode: Callable[[memoryview], str]
+    encode: Callable[[memoryview], bytes]
 
 
 _STANDARD = _Base64(
     decode=partial(binascii.a2b_base64, strict_mode=True),
-    encode=lambda raw: binascii.b2a_base64(raw, newline=False).decode("ascii"),
+    encode=partial(binascii.b2a_base64, newline=False),
 )
 
 
@@ -33,28 +39,57 @@ def _fastest() -> _Base64:
         import pybase64
     except ImportError:
         return _STANDARD
-    return _Base64(decode=partial(pybase64.b64decode, validate=True), encode=pybase64.b64encode_as_string)
+    return _Base64(decode=partial(pybase64.b64decode, validate=True), encode=pybase64.b64encode)
 
 
 _BASE64 = _fastest()
 
 
-def decode_base64(text: str, start: int = 0) -> bytes | None:
-    """The bytes whose base64 is all of ``text`` from ``start`` on; None if it is that of none, exactly."""
-    starts = range(start, len(text), _PIECE_CHARACTERS)
+def decode_base64(text: str, start: int = 0) -> list[bytes] | None:
+    """The bytes, in parts, whose base64 is all of ``text`` from ``start`` on; None if there are none such."""
+    groups, beside = divmod(len(text) - start, 4)
+    if beside:
+        return None
+    parts: list[bytes] = []
+    last = text[max(start, len(text) - 4) :]
     try:
-        raw = b"".join([_BASE64.decode(text[at : at + _PIECE_CHARACTERS]) for at in starts])
+        end = _BASE64.decode(last)
+        for at in range(start, len(text), _ROUND_CHARACTERS):
+            parts += cut(b"".join(_decoded_pieces(text, at, min(len(text), at + _ROUND_CHARACTERS))))
     except ValueError:
         return None
-    # Decoders ignore bits that the last group has too many. Where an earlier group was padded there are too few
-    # bytes for the last one.
-    groups, beside = divmod(len(text) - start, 4)
-    last_group = text[max(start, len(text) - 4) :]
-    return raw if not beside and encode_base64(raw[3 * groups - 3 :]) == last_group else None
+    # Decoders ignore bits that the last group has too many, and each takes the end of its piece for the last.
+    is_padded_before = sum(map(len, parts)) - len(end) != max(0, 3 * groups - 3)
+    return None if is_padded_before or encode_base64([end]) != last else parts
 
 
-def encode_base64(raw: bytes, head: str = "") -> str:
-    """The canonical base64 of ``raw``, behind ``head``."""
-    view = memoryview(raw)
-    starts = range(0, len(raw), _PIECE_BYTES)
-    return "".join([head, *[_BASE64.encode(view[at : at + _PIECE_BYTES]) for at in starts]])
+def encode_base64(parts: Iterable[bytes], head: str = "") -> str:
+    """The canonical base64 of all ``parts`` together, behind ``head``."""
+    parts = list(parts)
+    nbytes = sum(map(len, parts))
+    # Numpy asks for large pages, which take far less time to come than many small ones.
+    text = np.empty(len(head) + -(-nbytes // 3) * 4, "u1").data
+    text[: len(head)] = bytes(head, "ascii")
+    end = len(head)
+    for groups in _whole_groups(parts):
+        characters = _BASE64.encode(groups)
+        text[end : end + len(characters)] = characters
+        end += len(characters)
+    return str(text, "ascii")
+
+
+def _decoded_pieces(text: str, start: int, stop: int) -> Iterator[bytes]:
+    for at in range(start, stop, _PIECE_CHARACTERS):
+        yield _BASE64.decode(text[at : min(stop, at + _PIECE_CHARACTERS)])
+
+
+def _whole_groups(parts: Iterable[bytes]) -> Iterator[memoryview]:
+    """All bytes in order, in pieces of whole groups of three; only the last may be any."""
+    rest = b""
+    for part in parts:
+        for start in range(0, len(part), _PIECE_BYTES):
+            piece = rest + part[start : start + _PIECE_BYTES]
+            whole = len(piece) // 3 * 3
+            yield memoryview(piece)[:whole]
+            rest = piece[whole:]
+    yield memoryview(rest)
