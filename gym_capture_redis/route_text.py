@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from gym_capture_redis.parts import PART_BYTES, cut
 
 _PIECE_BYTES = 3 * 2**16
@@ -25,12 +23,12 @@ class _Base64(NamedTuple):
     """Whose base64 it is. ``decode`` raises ValueError for what is no base64."""
 
     decode: Callable[[str], bytes]
-    encode: Callable[[memoryview], bytes]
+    encode: Callable[[memoryview], str]
 
 
 _STANDARD = _Base64(
     decode=partial(binascii.a2b_base64, strict_mode=True),
-    encode=partial(binascii.b2a_base64, newline=False),
+    encode=lambda raw: binascii.b2a_base64(raw, newline=False).decode("ascii"),
 )
 
 
@@ -39,7 +37,7 @@ def _fastest() -> _Base64:
         import pybase64
     except ImportError:
         return _STANDARD
-    return _Base64(decode=partial(pybase64.b64decode, validate=True), encode=pybase64.b64encode)
+    return _Base64(decode=partial(pybase64.b64decode, validate=True), encode=pybase64.b64encode_as_string)
 
 
 _BASE64 = _fastest()
@@ -65,17 +63,11 @@ def decode_base64(text: str, start: int = 0) -> list[bytes] | None:
 
 def encode_base64(parts: Iterable[bytes], head: str = "") -> str:
     """The canonical base64 of all ``parts`` together, behind ``head``."""
-    parts = list(parts)
-    nbytes = sum(map(len, parts))
-    # Numpy asks for large pages, which take far less time to come than many small ones.
-    text = np.empty(len(head) + -(-nbytes // 3) * 4, "u1").data
-    text[: len(head)] = bytes(head, "ascii")
-    end = len(head)
+    text = head
     for groups in _whole_groups(parts):
-        characters = _BASE64.encode(groups)
-        text[end : end + len(characters)] = characters
-        end += len(characters)
-    return str(text, "ascii")
+        # CPython lets the one string grow: no copy of the whole, which would hold the interpreter for long.
+        text += _BASE64.encode(groups)
+    return text
 
 
 def _decoded_pieces(text: str, start: int, stop: int) -> Iterator[bytes]:
