@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 
 from gym_capture_redis.errors import InvalidRecordError
-from gym_capture_redis.experts import pack_experts, unpack_experts
+from gym_capture_redis.experts import in_one, pack_experts, unpack_experts
 from gym_capture_redis.packing import Array
 
 _BYTES, _ARRAY = 1, 2
@@ -35,7 +35,7 @@ def pack_extras(extras: Mapping[str, Any]) -> bytes:
         ValueError, TypeError, OverflowError: what msgpack cannot carry.
 
     """
-    packed: bytes = msgpack.packb({name: pack_experts(extras[name]) for name in sorted(extras)})
+    packed: bytes = msgpack.packb({name: in_one(pack_experts(extras[name])) for name in sorted(extras)})
     return packed
 
 

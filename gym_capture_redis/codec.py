@@ -21,7 +21,7 @@ from gym_capture_redis.errors import (
     RecordTooLargeError,
     UnsupportedFormatError,
 )
-from gym_capture_redis.experts import PLAIN, pack_experts, unpack_experts
+from gym_capture_redis.experts import PLAIN, in_one, pack_experts, unpack_experts
 from gym_capture_redis.packing import (
     Array,
     Packed,
@@ -30,7 +30,7 @@ from gym_capture_redis.packing import (
     pack_log_probs,
     unpack_log_probs,
 )
-from gym_capture_redis.parts import PART_BYTES, PartStore, cut_parts
+from gym_capture_redis.parts import PartStore, named
 from gym_capture_redis.records import SCHEMA_VERSION
 from gym_capture_redis.small_fields import OMITTED_VALUES, canonical_json, omitted_by
 from gym_capture_redis.taking import EMPTY_ARRAYS, TakenEntry, name_of, reason_of, take
@@ -267,10 +267,10 @@ def build(
 
 
 def _taken_apart(experts: list[Any] | None) -> tuple[list[Any] | None, list[tuple[bytes, bytes]]]:
-    """The experts with names of parts in place of a body that is longer than one, and these parts."""
-    if experts is None or not isinstance(experts[-1], bytes) or len(experts[-1]) <= PART_BYTES:
-        return experts, []
-    parts = cut_parts(experts[-1])
+    """The experts with names of parts in place of a body that has several, and these parts."""
+    if experts is None or experts[0] == PLAIN or len(experts[-1]) <= 1:
+        return in_one(experts), []
+    parts = named(experts[-1])
     return [*experts[:-1], [name for name, _ in parts]], parts
 
 
@@ -278,7 +278,7 @@ def _put_together(experts: list[Any] | None, parts: PartStore) -> list[Any] | No
     """The experts with their body, however they were stored."""
     if experts is None or experts[0] == PLAIN or not isinstance(experts[-1], list):
         return experts
-    return [*experts[:-1], parts.joined(experts[-1])]
+    return [*experts[:-1], parts.of(experts[-1])]
 
 
 def sealed(rollout_id: str, model_call_id: str, digest: bytes, record: bytes) -> bytes:

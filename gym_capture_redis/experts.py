@@ -14,6 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.packing import MAX_ID, Array, Packed, pack_integers, unpack_integers
+from gym_capture_redis.parts import cut
 from gym_capture_redis.route_text import decode_base64, encode_base64
 
 PLAIN = "json"
@@ -26,6 +27,8 @@ _ROUTE_STRING = re.compile(r"nrlre1:[a-z0-9]+:[0-9x]+:")
 
 def pack_experts(experts: Any) -> list[Any] | None:
     """Routed experts by form: None, packed nested integers, a packed route string, or plain JSON.
+
+    What is packed is in parts, a list at the end of the form.
 
     Raises:
         InvalidRecordError: an array of other things than numbers.
@@ -43,7 +46,7 @@ def pack_experts(experts: Any) -> list[Any] | None:
     array = experts if isinstance(experts, np.ndarray) else _nested_integers(experts)
     if array is not None and array.dtype.kind in "iu" and array.size:
         packed = pack_integers(array)
-        return ["nested", packed.type, list(array.shape), packed.raw]
+        return ["nested", packed.type, list(array.shape), cut(packed.raw)]
     if not isinstance(experts, np.ndarray):
         return [PLAIN, to_jsonable_python(experts)]
     if experts.dtype.kind not in "iufb":
@@ -108,12 +111,21 @@ def _holds_booleans(rows: Any, depth: int) -> bool:
 
 def _pack_route_string(experts: str) -> list[Any] | None:
     head = _ROUTE_STRING.match(experts)
-    raw = decode_base64(experts[head.end() :]) if head is not None else None
-    return ["route", head.group(), raw] if head is not None and raw is not None else None
+    parts = decode_base64(experts, head.end()) if head is not None else None
+    return ["route", head.group(), parts] if head is not None and parts is not None else None
+
+
+def in_one(form: list[Any] | None) -> list[Any] | None:
+    """The form with all that is packed in one piece."""
+    if form is None or form[0] == PLAIN:
+        return form
+    return [*form[:-1], b"".join(form[-1])]
 
 
 def unpack_experts(form: Any, *, arrays: bool) -> Any:
-    """Routed experts from what ``pack_experts`` gave; nested ones as lists, or with ``arrays`` as an array.
+    """Routed experts from what ``pack_experts`` gave, in parts or in one piece.
+
+    Nested ones are lists, or with ``arrays`` an array.
 
     Raises:
         ValueError: no such form.
@@ -124,10 +136,14 @@ def unpack_experts(form: Any, *, arrays: bool) -> Any:
             return None
         case ["json", value] if not isinstance(value, bytes):
             return value
-        case ["route", head, raw]:
-            return head + encode_base64(raw)
-        case ["nested", name, shape, raw]:
-            array = unpack_integers(Packed(name, raw)).reshape(shape)
+        case ["route", head, packed]:
+            return encode_base64(_parts(packed), head)
+        case ["nested", name, shape, packed]:
+            array = unpack_integers(Packed(name, b"".join(_parts(packed)))).reshape(shape)
             # Row by row: one call would hold the interpreter for a large array's whole time.
             return array if arrays else [row.tolist() for row in array]
     raise ValueError("unknown form of routed experts")
+
+
+def _parts(packed: bytes | list[bytes]) -> list[bytes]:
+    return [packed] if isinstance(packed, bytes) else packed

@@ -15,9 +15,13 @@ PART_BYTES = 2**20
 NAME_BYTES = 16
 
 
-def cut_parts(value: bytes) -> list[tuple[bytes, bytes]]:
-    """Names and contents of the parts, in order."""
-    parts = (value[start : start + PART_BYTES] for start in range(0, len(value), PART_BYTES))
+def cut(value: bytes) -> list[bytes]:
+    """The parts, in order."""
+    return [value[start : start + PART_BYTES] for start in range(0, len(value), PART_BYTES)]
+
+
+def named(parts: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
+    """The parts, each behind its name."""
     return [(_name(part), part) for part in parts]
 
 
@@ -42,14 +46,14 @@ class PartStore:
             raise ValueError("not the part of this name")
         self._parts[name] = content
 
-    def joined(self, names: Iterable[bytes]) -> bytes:
-        """The value that was cut into these parts.
+    def of(self, names: Iterable[bytes]) -> list[bytes]:
+        """The parts with these names: together they are the value that was cut.
 
         Raises:
             KeyError: a part is not here.
 
         """
-        return b"".join([self._parts[name] for name in names])
+        return [self._parts[name] for name in names]
 
 
 def _name(content: bytes) -> bytes:

@@ -10,6 +10,7 @@ import os
 import secrets
 import ssl
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from redis.exceptions import BusyLoadingError, InvalidResponse, ResponseError
@@ -129,7 +130,7 @@ class Pipeline:
         wait_ms = max(1, int((confirm_s or 0) * 1000))  # 0 would be for ever
         sent = [*commands, *((*each.words, wait_ms) for each in self._confirming), ("ECHO", self._nonce)]
         self.count = len(sent)
-        self.packed = b"".join(map(pack_command, sent))
+        self.packed = b"".join(chain.from_iterable(map(_pieces, sent)))
 
     def read(self, replies: Sequence[Any]) -> tuple[list[Any], bool]:
         """The replies to the commands, and whether they are confirmed.
@@ -147,11 +148,7 @@ class Pipeline:
 
 def pack_command(words: Sequence[Argument]) -> bytes:
     """A command as it goes over the wire. redis-py takes three times as long for one of many short words."""
-    parts = [b"*%d\r\n" % len(words)]
-    for word in words:
-        raw = word if isinstance(word, bytes) else str(word).encode()
-        parts += (b"$%d\r\n" % len(raw), raw, b"\r\n")
-    return b"".join(parts)
+    return b"".join(_pieces(words))
 
 
 def user_of(settings: ServerSettings) -> dict[str, str | None]:
@@ -229,6 +226,14 @@ def _load_certificates(tls: TlsSettings) -> None:
                 "'tls.cert_path' and 'tls.key_path' are no certificate in PEM and its key, which must "
                 "not be encrypted; without 'tls.key_path' both must be in the file of 'tls.cert_path'"
             ) from None
+
+
+def _pieces(words: Sequence[Argument]) -> list[bytes]:
+    pieces = [b"*%d\r\n" % len(words)]
+    for word in words:
+        raw = word if isinstance(word, bytes) else str(word).encode()
+        pieces += (b"$%d\r\n" % len(raw), raw, b"\r\n")
+    return pieces
 
 
 def _count(reply: Any) -> int:

@@ -35,7 +35,7 @@ from gym_capture_redis.packing import (
     unpack_integers,
     unpack_log_probs,
 )
-from gym_capture_redis.parts import cut_parts
+from gym_capture_redis.parts import cut, named
 from gym_capture_redis.subject import Subject
 from gym_capture_redis.taking import reason_of
 
@@ -239,7 +239,7 @@ def _reason_of(error: Exception) -> str:
 def _parts(
     value: Mapping[str, Any] | None, pack: Callable[[Mapping[str, Any]], bytes]
 ) -> list[tuple[bytes, bytes]] | None:
-    return None if value is None else cut_parts(pack(value))
+    return None if value is None else named(cut(pack(value)))
 
 
 def _names(parts: list[tuple[bytes, bytes]] | None) -> list[bytes] | None:

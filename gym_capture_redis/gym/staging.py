@@ -349,7 +349,7 @@ class RedisStagingSource(_Staging[StagingSourceSettings]):
         try:
             for name, value in zip(distinct_names, values, strict=True):
                 parts.add(name, value or b"")
-            return unpack(parts.joined(names))
+            return unpack(b"".join(parts.of(names)))
         except (ValueError, TypeError, LookupError):
             if None in values:
                 self._calls([address.key], deadline)  # which tells if all was removed meanwhile

@@ -33,7 +33,7 @@ from support.sequences import growing_conversation
 from support.servers import RealServer
 from support.stored_state import hash_fields, read_state
 
-from gym_capture_redis import RedisTokenSink, RedisTokenSource, blocks, codec, gym_compat, parts
+from gym_capture_redis import RedisTokenSink, RedisTokenSource, blocks, gym_compat, parts
 from gym_capture_redis.block_cache import BlockCache
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.records import TokenEntry
@@ -51,8 +51,7 @@ every_cache = pytest.mark.parametrize("kind", CACHES.values(), ids=CACHES)
 
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_IDS", SMALL_BLOCK_IDS)
-    for module in (parts, codec):
-        monkeypatch.setattr(module, "PART_BYTES", SMALL_PART_BYTES)
+    monkeypatch.setattr(parts, "PART_BYTES", SMALL_PART_BYTES)
 
 
 # The contract

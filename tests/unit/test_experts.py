@@ -12,12 +12,12 @@ from hypothesis import given
 from support.sample_entries import exact, nested_experts, routed_experts
 
 from gym_capture_redis.errors import InvalidRecordError
-from gym_capture_redis.experts import expert_bytes, pack_experts, unpack_experts
+from gym_capture_redis.experts import expert_bytes, in_one, pack_experts, unpack_experts
 
 
 def packed(experts: Any) -> bytes:
     """The form of experts as it is stored."""
-    form: bytes = msgpack.packb(pack_experts(experts))
+    form: bytes = msgpack.packb(in_one(pack_experts(experts)))
     return form
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gym_capture_redis.parts import NAME_BYTES, PART_BYTES, PartStore, cut_parts
+from gym_capture_redis.parts import NAME_BYTES, PART_BYTES, PartStore, cut, named
 
 AROUND = (0, 1, 2, PART_BYTES // 2, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1)
 LENGTHS = (*AROUND, *(length + PART_BYTES for length in AROUND[1:]), 5 * PART_BYTES + 3)
@@ -23,37 +23,41 @@ def store_of(parts: list[tuple[bytes, bytes]]) -> PartStore:
     return store
 
 
+def joined(store: PartStore, names: list[bytes]) -> bytes:
+    return b"".join(store.of(names))
+
+
 def names_of(value: bytes) -> list[bytes]:
-    return [name for name, _ in cut_parts(value)]
+    return [name for name, _ in named(cut(value))]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_value_of_any_length_comes_back(length: int) -> None:
     value = random.Random(length).randbytes(length)
-    parts = cut_parts(value)
+    parts = named(cut(value))
     assert [len(content) for _, content in parts[:-1]] == [PART_BYTES] * (len(parts) - 1)
     assert len(parts) == -(-length // PART_BYTES)
     assert all(1 <= len(content) <= PART_BYTES for _, content in parts)
     assert {len(name) for name, _ in parts} <= {NAME_BYTES}
-    assert store_of(parts).joined(names_of(value)) == value
+    assert joined(store_of(parts), names_of(value)) == value
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_parts_may_be_stored_in_any_order_and_again(seed: int) -> None:
-    parts = cut_parts(LONG)
+    parts = named(cut(LONG))
     shuffled = parts * 2
     random.Random(seed).shuffle(shuffled)
     store = store_of(shuffled)
     assert len(store) == len(parts)
-    assert store.joined(names_of(LONG)) == LONG
+    assert joined(store, names_of(LONG)) == LONG
 
 
 def test_equal_contents_have_equal_names_and_are_stored_once() -> None:
     value = bytes(4 * PART_BYTES) + b"end"
-    parts = cut_parts(value)
+    parts = named(cut(value))
     assert [content for _, content in parts] == [bytes(PART_BYTES)] * 4 + [b"end"]
     assert len(set(names_of(value))) == len(store_of(parts)) == 2
-    assert store_of(parts).joined(names_of(value)) == value
+    assert joined(store_of(parts), names_of(value)) == value
 
 
 @pytest.mark.parametrize("same_bytes", [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES])
@@ -82,22 +86,22 @@ DAMAGE = {
 
 @pytest.mark.parametrize("content", DAMAGE.values(), ids=DAMAGE)
 def test_content_of_another_name_is_refused_and_not_kept(content: bytes) -> None:
-    (name, right), *others = cut_parts(LONG)
+    (name, right), *others = named(cut(LONG))
     store = store_of(others)
     with pytest.raises(ValueError, match="not the part of this name"):
         store.add(name, content)
     assert len(store) == len(others)
     with pytest.raises(KeyError):
-        store.joined(names_of(LONG))
+        joined(store, names_of(LONG))
     store.add(name, right)
-    assert store.joined(names_of(LONG)) == LONG
+    assert joined(store, names_of(LONG)) == LONG
 
 
 @given(bit=st.integers(0, 8 * PART_BYTES - 1))
 @example(bit=0)
 @example(bit=8 * PART_BYTES - 1)
 def test_any_flipped_bit_is_noticed(bit: int) -> None:
-    (name, content), *_ = cut_parts(LONG)
+    (name, content), *_ = named(cut(LONG))
     flipped = bytearray(content)
     flipped[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ValueError, match="not the part of this name"):
@@ -112,12 +116,12 @@ def test_a_part_under_another_name_is_refused(name: bytes) -> None:
 
 @pytest.mark.parametrize("missing", range(4))
 def test_a_value_with_a_missing_part_is_not_put_together(missing: int) -> None:
-    parts = cut_parts(LONG)
+    parts = named(cut(LONG))
     store = store_of([part for number, part in enumerate(parts) if number != missing])
     with pytest.raises(KeyError):
-        store.joined(names_of(LONG))
+        joined(store, names_of(LONG))
 
 
 def test_a_value_of_no_parts_is_empty() -> None:
-    assert cut_parts(b"") == []
-    assert PartStore().joined([]) == b""
+    assert named(cut(b"")) == []
+    assert joined(PartStore(), []) == b""

@@ -1,17 +1,19 @@
-"""The base64 of route strings, with the standard library's as the oracle."""
+"""The base64 of route strings, with the standard library's strict one as the oracle."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import random
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gym_capture_redis import route_text
-from gym_capture_redis.route_text import decode_base64, encode_base64
+from gym_capture_redis.parts import PART_BYTES, cut
 
 PIECE_BYTES = route_text._PIECE_BYTES
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -20,8 +22,35 @@ LENGTHS = (
     *(PIECE_BYTES + beside for beside in range(-5, 6)),
     *(2 * PIECE_BYTES + beside for beside in range(-4, 5)),
     10 * PIECE_BYTES + 1,
+    *(3 * PART_BYTES + beside for beside in range(-2, 3)),
+    7 * PART_BYTES + 1,
 )
 LONG = random.Random(1).randbytes(2 * PIECE_BYTES + 100)
+
+
+@pytest.fixture(autouse=True, scope="module", params=["pybase64", "standard library"])
+def _whose_base64(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test with both: what is stored must not depend on what is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "pybase64":
+            pytest.importorskip("pybase64", reason="pybase64 is not installed")
+            assert route_text._BASE64 != route_text._STANDARD
+        else:
+            patch.setattr(route_text, "_BASE64", route_text._STANDARD)
+        yield
+
+
+def decode_base64(text: str) -> bytes | None:
+    parts = route_text.decode_base64(text)
+    assert route_text.decode_base64("=:" + text, 2) == parts
+    if parts is None:
+        return None
+    assert parts == cut(b"".join(parts))
+    return b"".join(parts)
+
+
+def encode_base64(raw: bytes) -> str:
+    return route_text.encode_base64([raw])
 
 
 def expected(text: str) -> bytes | None:
@@ -50,6 +79,14 @@ def test_any_bytes_come_back(raw: bytes) -> None:
     assert text == base64.b64encode(raw).decode("ascii")
     assert decode_base64(text) == raw
     assert type(decode_base64(text)) is bytes
+
+
+@given(
+    pieces=st.lists(st.binary(max_size=8), max_size=8), head=st.text(st.sampled_from("nrle:8x"), max_size=9)
+)
+@example(pieces=[LONG, b"", LONG[:1], LONG], head="nrlre1:int8:1x1x1:")
+def test_bytes_in_pieces_of_any_length_are_encoded_as_those_in_one(pieces: list[bytes], head: str) -> None:
+    assert route_text.encode_base64(pieces, head) == head + encode_base64(b"".join(pieces))
 
 
 def test_every_group_of_four_characters_is_worth_what_it_is_in_the_standard_library() -> None:
@@ -137,9 +174,25 @@ def test_padding_ends_the_text(size: int) -> None:
     assert decode_base64("AAAA" + text) == bytes(3) + LONG[:size]
 
 
+@pytest.mark.parametrize("padded", ["AA==", "AAA=", "AAAA====", "AAAAAAA=", "AAAAAA=="])
+@pytest.mark.parametrize("end", ["AAAA", "AAA=", "AA=="])
+@pytest.mark.parametrize("pieces", [1, 2, 16])
+def test_padding_at_the_end_of_a_piece_is_not_taken_for_that_of_the_text(
+    padded: str, end: str, pieces: int
+) -> None:
+    text = "A" * (pieces * PIECE_BYTES // 3 * 4 - len(padded)) + padded + end
+    assert len(text) % 4 == 0
+    assert decode_base64(text) is expected(text) is None
+
+
 def test_the_url_alphabet_is_another_text() -> None:
     raw = bytes(range(256)) * 3
     text = base64.urlsafe_b64encode(raw).decode("ascii")
     assert set(text) & set("-_")
     assert decode_base64(text) is None
     assert decode_base64(text.replace("-", "+").replace("_", "/")) == raw
+
+
+def test_without_pybase64_the_standard_library_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pybase64", None)
+    assert route_text._fastest() == route_text._STANDARD
