@@ -9,10 +9,11 @@ No I/O here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from gym_capture_redis.packing import (
     pack_integers,
     pack_rows,
     unpack_integers,
-    unpack_joined,
+    unpack_rows,
 )
 
 BLOCK_IDS = 256
@@ -131,30 +132,32 @@ def joined(
     """
     places = {name: (number, sequence) for sequence in known for number, name in enumerate(sequence.names, 1)}
     names: list[bytes] = []
-    parts = [tail]
+    values: list[bytes] = []
     before = end
     while before != ROOT and before not in places:
         value = blocks.get(before, b"")
-        parts.append(_ids_of(before, value))
+        _check(before, value)
+        values.append(value)
         names.append(before)
         before = value[:NAME_BYTES]
     number, sequence = places.get(before, (0, TokenSequence(_NOTHING, ())))
-    ids = np.concatenate([sequence.ids[: number * BLOCK_IDS], *unpack_joined(parts[::-1])])
+    parts = [sequence.ids[: number * BLOCK_IDS], *_unpacked(values[::-1]), unpack_integers(tail)]
+    ids = np.concatenate(parts)
     return TokenSequence(ids, (*sequence.names[:number], *names[::-1]))
 
 
 @dataclass
 class _Branch:
-    """Blocks that follow each other, root first, and the longest tail seen at their end."""
+    """Stored blocks that follow each other, root first, and the longest tail seen at their end."""
 
-    blocks: list[Packed] = field(default_factory=list)
+    blocks: list[bytes] = field(default_factory=list)
     tail: Packed = _NO_TAIL
 
     def goes_on(self, blocks: int, tail: Packed) -> bool:
         """Whether these ids follow so many of its blocks."""
-        following = self.blocks[blocks] if blocks < len(self.blocks) else self.tail
-        if following.type == tail.type:
-            return following.raw.startswith(tail.raw)
+        following = self.blocks[blocks][NAME_BYTES:] if blocks < len(self.blocks) else _typed(self.tail)
+        if following.startswith(_typed(tail)):
+            return True  # nearly always; the same ids may be of another type beside larger ones
         ids = _signed(unpack_integers(tail))
         here = self.ids[blocks * BLOCK_IDS :][: len(ids)]
         return len(here) == len(ids) and bool((here == ids).all())
@@ -162,8 +165,7 @@ class _Branch:
     @cached_property
     def ids(self) -> Array:
         """All ids, as one buffer. Used only when no block is added any more."""
-        parts = unpack_joined([*self.blocks, self.tail] if self.tail.raw else self.blocks)
-        return _signed(np.concatenate(parts or [_NOTHING]))
+        return _signed(np.concatenate([*_unpacked(self.blocks), unpack_integers(self.tail)]))
 
     @cached_property
     def listed(self) -> list[int]:
@@ -172,11 +174,12 @@ class _Branch:
         return listed
 
 
-class _Place(NamedTuple):
-    """Where a block ends: on which branch, after how many blocks."""
+_Place = tuple[_Branch, int]
+"""Where a block ends: on which branch, after how many blocks. One for each block: no class of its own."""
 
-    branch: _Branch
-    blocks: int
+
+_NOWHERE: _Place = (_Branch(), -1)
+"""Of a block that is not here."""
 
 
 class BlockTree:
@@ -186,7 +189,7 @@ class BlockTree:
     """
 
     def __init__(self) -> None:
-        self._places: dict[bytes, _Place] = {ROOT: _Place(_Branch(), 0)}
+        self._places: dict[bytes, _Place] = {ROOT: (_Branch(), 0)}
 
     def __len__(self) -> int:
         """How many different blocks were added."""
@@ -202,17 +205,15 @@ class BlockTree:
         parent = self._places.get(value[:NAME_BYTES])
         if parent is None:
             raise ValueError("a block without its parent")
-        packed = _ids_of(name, value)
+        _check(name, value)
         if name not in self._places:
-            self._places[name] = _grow(parent, packed)
+            self._places[name] = _grow(*parent, value)
 
     def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
-        place = self._places.get(end)
-        if place is not None and place.blocks == len(place.branch.blocks):
-            branch = place.branch
-            if tail.length > branch.tail.length:
-                branch.tail = tail
+        branch, blocks = self._places.get(end, _NOWHERE)
+        if blocks == len(branch.blocks) and tail.length > branch.tail.length:
+            branch.tail = tail
 
     def split(self, end: bytes, tail: Packed, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
         """Prompt and generation of the sequence that ends with this block and tail.
@@ -223,16 +224,16 @@ class BlockTree:
             ValueError: the block is not here, or the prompt is longer than the sequence.
 
         """
-        place = self._places.get(end)
-        total = place.blocks * BLOCK_IDS + tail.length if place is not None else 0
-        if place is None or not 0 <= prompt_length <= total:
+        branch, blocks = self._places.get(end, _NOWHERE)
+        length = blocks * BLOCK_IDS
+        total = length + tail.length
+        if blocks < 0 or not 0 <= prompt_length <= total:
             raise ValueError("no such sequence")
-        branch = place.branch
-        if branch.goes_on(place.blocks, tail):
+        if branch.goes_on(blocks, tail):
             whole: Any = branch.ids if arrays else branch.listed
         else:
             # Signed before they meet: beside an unsigned array numpy would take floats.
-            length, ids = place.blocks * BLOCK_IDS, _signed(unpack_integers(tail))
+            ids = _signed(unpack_integers(tail))
             if arrays:
                 whole = _signed(np.concatenate([branch.ids[:length], ids]))
             else:
@@ -240,14 +241,13 @@ class BlockTree:
         return whole[:prompt_length], whole[prompt_length:total]
 
 
-def _grow(parent: _Place, packed: Packed) -> _Place:
-    """Append to the parent's branch if that ends there, else begin one that repeats its prefix."""
-    branch, blocks = parent
+def _grow(branch: _Branch, blocks: int, value: bytes) -> _Place:
+    """Append to the branch if so many blocks are all it has, else begin one that repeats its prefix."""
     if not blocks or blocks != len(branch.blocks):
         branch = _Branch(branch.blocks[:blocks])
-    branch.blocks.append(packed)
+    branch.blocks.append(value)
     branch.tail = _NO_TAIL
-    return _Place(branch, blocks + 1)
+    return branch, blocks + 1
 
 
 def _signed(ids: Array) -> Array:
@@ -259,8 +259,8 @@ def _name(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=NAME_BYTES).digest()
 
 
-def _ids_of(name: bytes, value: bytes) -> Packed:
-    """The ids in a stored block.
+def _check(name: bytes, value: bytes) -> None:
+    """Check a stored block.
 
     Raises:
         ValueError: the value is not that of the block of this name.
@@ -269,7 +269,12 @@ def _ids_of(name: bytes, value: bytes) -> Packed:
     kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
     if kind is None or len(value) != _VALUE_HEAD + BLOCK_IDS * WIDTHS[kind] or _name(value) != name:
         raise ValueError("not the block of this name")
-    return Packed(kind, value[_VALUE_HEAD:])
+
+
+def _unpacked(values: Sequence[bytes]) -> list[Array]:
+    """The ids in stored blocks that follow each other; those of one type, which have one length, at once."""
+    alike = [list(group) for _, group in groupby(values, key=len)]
+    return [unpack_rows(_KINDS[group[0][NAME_BYTES:_VALUE_HEAD]], group, _VALUE_HEAD) for group in alike]
 
 
 def _packed_blocks(ids: Array, start: int, stop: int) -> list[Packed]:
@@ -280,4 +285,8 @@ def _packed_blocks(ids: Array, start: int, stop: int) -> list[Packed]:
 
 
 def _block_value(parent: bytes, packed: Packed) -> bytes:
-    return parent + packed.type.encode("ascii") + packed.raw
+    return parent + _typed(packed)
+
+
+def _typed(packed: Packed) -> bytes:
+    return packed.type.encode("ascii") + packed.raw
