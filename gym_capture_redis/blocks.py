@@ -156,7 +156,7 @@ class _Branch:
     def goes_on(self, blocks: int, tail: Packed) -> bool:
         """Whether these ids follow so many of its blocks."""
         following = self.blocks[blocks][NAME_BYTES:] if blocks < len(self.blocks) else _typed(self.tail)
-        if following.startswith(_typed(tail)):
+        if not tail.raw or following.startswith(_typed(tail)):
             return True  # nearly always; the same ids may be of another type beside larger ones
         ids = _signed(unpack_integers(tail))
         here = self.ids[blocks * BLOCK_IDS :][: len(ids)]

@@ -198,7 +198,7 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
         tail = Packed(*fields["t"])
         check_integers(tail)
         log_probs = unpack_log_probs(Packed(*fields["l"]))
-        small_fields, experts = fields["e"] | about, fields["x"]
+        small_fields, experts = fields["e"], fields["x"]
     except _UNREADABLE:
         raise CorruptRecordError(f"the stored record is damaged ({name_of(about)})", **about) from None
     return ParsedRecord(
@@ -337,7 +337,8 @@ def _refusal_digest(rollout_id: str, model_call_id: str, code: str, packed: byte
 
 
 def _check_format(fields: dict[str, Any]) -> None:
-    if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or type(fields["p"]) is not int:
+    known_types = type(fields["e"]) is dict and type(fields["p"]) is int
+    if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or not known_types:
         raise ValueError("not a record of this format")
 
 
@@ -360,7 +361,7 @@ def _check_lengths(generated: int, log_probs: Packed) -> None:
 def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
     fields = parsed.small_fields
     try:
-        complete = omitted_by(cast("Hashable", entry_type)) | fields | EMPTY_ARRAYS
+        complete = {**omitted_by(cast("Hashable", entry_type)), **fields, **about, **EMPTY_ARRAYS}
         if complete.get("output_items") == []:
             complete["output_items"] = []  # one of its own: a class that declares less may keep it
         return entry_type.model_validate(complete)
