@@ -245,11 +245,6 @@ class Row(NamedTuple):
             for number, value in enumerate(self.blocks)
         ]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of value and blocks."""
-        return len(self.value or b"") + sum(map(len, filter(None, self.blocks)))
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -277,11 +272,6 @@ class Chunk:
 
     next_seq: int
     rows: tuple[Row, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(row.nbytes for row in self.rows)
 
     @classmethod
     def parse(cls, next_seq: Any, rows: Sequence[Sequence[Any]]) -> Chunk:
