@@ -206,8 +206,14 @@ class BlockTree:
         if parent is None:
             raise ValueError("a block without its parent")
         _check(name, value)
-        if name not in self._places:
-            self._places[name] = _grow(*parent, value)
+        if name in self._places:
+            return
+        branch, blocks = parent
+        if not blocks or blocks != len(branch.blocks):
+            branch = _Branch(branch.blocks[:blocks])  # goes another way: it repeats the prefix
+        branch.blocks.append(value)
+        branch.tail = _NO_TAIL
+        self._places[name] = (branch, blocks + 1)
 
     def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
@@ -239,15 +245,6 @@ class BlockTree:
             else:
                 whole = branch.listed[:length] + ids.tolist()
         return whole[:prompt_length], whole[prompt_length:total]
-
-
-def _grow(branch: _Branch, blocks: int, value: bytes) -> _Place:
-    """Append to the branch if so many blocks are all it has, else begin one that repeats its prefix."""
-    if not blocks or blocks != len(branch.blocks):
-        branch = _Branch(branch.blocks[:blocks])
-    branch.blocks.append(value)
-    branch.tail = _NO_TAIL
-    return branch, blocks + 1
 
 
 def _signed(ids: Array) -> Array:
