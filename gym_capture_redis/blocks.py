@@ -178,10 +178,6 @@ _Place = tuple[_Branch, int]
 """Where a block ends: on which branch, after how many blocks. One for each block: no class of its own."""
 
 
-_NOWHERE: _Place = (_Branch(), -1)
-"""Of a block that is not here."""
-
-
 class BlockTree:
     """The blocks of one rollout as they are read back, parents before children.
 
@@ -217,9 +213,20 @@ class BlockTree:
 
     def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
-        branch, blocks = self._places.get(end, _NOWHERE)
-        if blocks == len(branch.blocks) and tail.length > branch.tail.length:
+        branch, blocks = self._places.get(end, (None, 0))
+        if branch is not None and blocks == len(branch.blocks) and tail.length > branch.tail.length:
             branch.tail = tail
+
+    def length(self, end: bytes, tail: Packed) -> int:
+        """How many ids the sequence has that ends with this block and tail.
+
+        Raises:
+            ValueError: the block is not here.
+
+        """
+        if end not in self._places:
+            raise ValueError("no such sequence")
+        return self._places[end][1] * BLOCK_IDS + tail.length
 
     def split(self, end: bytes, tail: Packed, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
         """Prompt and generation of the sequence that ends with this block and tail.
@@ -230,16 +237,16 @@ class BlockTree:
             ValueError: the block is not here, or the prompt is longer than the sequence.
 
         """
-        branch, blocks = self._places.get(end, _NOWHERE)
-        length = blocks * BLOCK_IDS
-        total = length + tail.length
-        if blocks < 0 or not 0 <= prompt_length <= total:
+        total = self.length(end, tail)
+        if not 0 <= prompt_length <= total:
             raise ValueError("no such sequence")
+        branch, blocks = self._places[end]
         if branch.goes_on(blocks, tail):
             whole: Any = branch.ids if arrays else branch.listed
         else:
             # Signed before they meet: beside an unsigned array numpy would take floats.
             ids = _signed(unpack_integers(tail))
+            length = blocks * BLOCK_IDS
             if arrays:
                 whole = _signed(np.concatenate([branch.ids[:length], ids]))
             else:

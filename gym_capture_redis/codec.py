@@ -237,8 +237,7 @@ def build(
 ) -> Any:
     """Make the entry of a parsed record, once all blocks are in ``tree`` and all parts in ``parts``.
 
-    With ``arrays`` the token fields are numpy arrays: ids int32, or int64 where needed, as views of one
-    buffer; log probabilities float32 where exact, else float64; nested experts as an array.
+    It is complete after ``give_tokens``. With ``arrays`` nested experts are an array.
 
     Raises:
         CorruptRecordError: a block or part that the record needs is missing.
@@ -247,23 +246,33 @@ def build(
     """
     about = {"rollout_id": parsed.rollout_id, "model_call_id": parsed.model_call_id}
     try:
-        prompt, generation = tree.split(parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays)
+        generated = tree.length(parsed.end, parsed.tail) - parsed.prompt_length
         experts = unpack_experts(_put_together(parsed.experts, parts), arrays=arrays)
-        if len(generation) != len(parsed.log_probs):
+        if parsed.prompt_length < 0 or generated != len(parsed.log_probs):
             raise ValueError("arrays of different lengths")
     except _UNREADABLE:
         raise CorruptRecordError(
             f"token blocks or parts of the record are missing or do not fit it ({name_of(about)})", **about
         ) from None
     entry = _validated(entry_type, parsed, about)
+    entry.__dict__["routed_experts"] = experts
+    return entry
+
+
+def give_tokens(entry: Any, parsed: ParsedRecord, tree: BlockTree, *, arrays: bool = False) -> None:
+    """Put the tokens into an entry that was built: lists, or with ``arrays`` numpy arrays.
+
+    Ids are int32, or int64 where needed, as views of one buffer; log probabilities float32 where exact, else
+    float64. Do it after all entries of a rollout are built: while long lists are new, whatever else is made
+    lets the garbage collector look through all of them again.
+    """
+    prompt, generation = tree.split(parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays)
     # The digest vouches for the arrays; validating every element again would cost more than reading.
     entry.__dict__.update(
         prompt_token_ids=prompt,
         generation_token_ids=generation,
         generation_log_probs=parsed.log_probs if arrays else parsed.log_probs.tolist(),
-        routed_experts=experts,
     )
-    return entry
 
 
 def _taken_apart(experts: list[Any] | None) -> tuple[list[Any] | None, list[tuple[bytes, bytes]]]:

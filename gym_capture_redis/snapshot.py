@@ -166,6 +166,8 @@ class SnapshotAssembly:
                 )
             except CorruptRecordError as error:
                 self._corrupt(call, error)
+        for call, entry in self._entries.items():
+            codec.give_tokens(entry, self._parsed[call], self._tree, arrays=self._arrays)
 
     def _corrupt(self, call: str, error: CorruptRecordError) -> None:
         self._corrupt_calls.add(call)
