@@ -9,10 +9,11 @@ No I/O here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from gym_capture_redis.packing import (
     Packed,
     pack_pieces,
     unpack_integers,
-    unpack_joined,
+    unpack_rows,
 )
 
 BLOCK_IDS = 256
@@ -130,30 +131,32 @@ def joined(
     """
     places = {name: (number, sequence) for sequence in known for number, name in enumerate(sequence.names, 1)}
     names: list[bytes] = []
-    parts = [tail]
+    values: list[bytes] = []
     before = end
     while before != ROOT and before not in places:
         value = blocks.get(before, b"")
-        parts.append(_ids_of(before, value))
+        _check(before, value)
+        values.append(value)
         names.append(before)
         before = value[:NAME_BYTES]
     number, sequence = places.get(before, (0, TokenSequence(_NOTHING, ())))
-    ids = np.concatenate([sequence.ids[: number * BLOCK_IDS], *unpack_joined(parts[::-1])])
+    parts = [sequence.ids[: number * BLOCK_IDS], *_unpacked(values[::-1]), unpack_integers(tail)]
+    ids = np.concatenate(parts)
     return TokenSequence(ids, (*sequence.names[:number], *names[::-1]), tail)
 
 
 @dataclass
 class _Branch:
-    """Blocks that follow each other, root first, and the longest tail seen at their end."""
+    """Stored blocks that follow each other, root first, and the longest tail seen at their end."""
 
-    blocks: list[Packed] = field(default_factory=list)
+    blocks: list[bytes] = field(default_factory=list)
     tail: Packed = _NO_TAIL
 
     def goes_on(self, blocks: int, tail: Packed) -> bool:
         """Whether these ids follow so many of its blocks."""
-        following = self.blocks[blocks] if blocks < len(self.blocks) else self.tail
-        if following.type == tail.type:
-            return following.raw.startswith(tail.raw)
+        following = self.blocks[blocks][NAME_BYTES:] if blocks < len(self.blocks) else _typed(self.tail)
+        if not tail.raw or following.startswith(_typed(tail)):
+            return True  # nearly always; the same ids may be of another type beside larger ones
         ids = _signed(unpack_integers(tail))
         here = self.ids[blocks * BLOCK_IDS :][: len(ids)]
         return len(here) == len(ids) and bool((here == ids).all())
@@ -161,8 +164,7 @@ class _Branch:
     @cached_property
     def ids(self) -> Array:
         """All ids, as one buffer. Used only when no block is added any more."""
-        parts = unpack_joined([*self.blocks, self.tail] if self.tail.raw else self.blocks)
-        return _signed(np.concatenate(parts or [_NOTHING]))
+        return _signed(np.concatenate([*_unpacked(self.blocks), unpack_integers(self.tail)]))
 
     @cached_property
     def listed(self) -> list[int]:
@@ -171,11 +173,8 @@ class _Branch:
         return listed
 
 
-class _Place(NamedTuple):
-    """Where a block ends: on which branch, after how many blocks."""
-
-    branch: _Branch
-    blocks: int
+_Place = tuple[_Branch, int]
+"""Where a block ends: on which branch, after how many blocks. One for each block: no class of its own."""
 
 
 class BlockTree:
@@ -185,7 +184,7 @@ class BlockTree:
     """
 
     def __init__(self) -> None:
-        self._places: dict[bytes, _Place] = {ROOT: _Place(_Branch(), 0)}
+        self._places: dict[bytes, _Place] = {ROOT: (_Branch(), 0)}
 
     def __len__(self) -> int:
         """How many different blocks were added."""
@@ -201,17 +200,32 @@ class BlockTree:
         parent = self._places.get(value[:NAME_BYTES])
         if parent is None:
             raise ValueError("a block without its parent")
-        packed = _ids_of(name, value)
-        if name not in self._places:
-            self._places[name] = _grow(parent, packed)
+        _check(name, value)
+        if name in self._places:
+            return
+        branch, blocks = parent
+        if not blocks or blocks != len(branch.blocks):
+            branch = _Branch(branch.blocks[:blocks])  # goes another way: it repeats the prefix
+        branch.blocks.append(value)
+        branch.tail = _NO_TAIL
+        self._places[name] = (branch, blocks + 1)
 
     def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
-        place = self._places.get(end)
-        if place is not None and place.blocks == len(place.branch.blocks):
-            branch = place.branch
-            if tail.length > branch.tail.length:
-                branch.tail = tail
+        branch, blocks = self._places.get(end, (None, 0))
+        if branch is not None and blocks == len(branch.blocks) and tail.length > branch.tail.length:
+            branch.tail = tail
+
+    def length(self, end: bytes, tail: Packed) -> int:
+        """How many ids the sequence has that ends with this block and tail.
+
+        Raises:
+            ValueError: the block is not here.
+
+        """
+        if end not in self._places:
+            raise ValueError("no such sequence")
+        return self._places[end][1] * BLOCK_IDS + tail.length
 
     def split(self, end: bytes, tail: Packed, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
         """Prompt and generation of the sequence that ends with this block and tail.
@@ -222,31 +236,21 @@ class BlockTree:
             ValueError: the block is not here, or the prompt is longer than the sequence.
 
         """
-        place = self._places.get(end)
-        total = place.blocks * BLOCK_IDS + tail.length if place is not None else 0
-        if place is None or not 0 <= prompt_length <= total:
+        total = self.length(end, tail)
+        if not 0 <= prompt_length <= total:
             raise ValueError("no such sequence")
-        branch = place.branch
-        if branch.goes_on(place.blocks, tail):
+        branch, blocks = self._places[end]
+        if branch.goes_on(blocks, tail):
             whole: Any = branch.ids if arrays else branch.listed
         else:
             # Signed before they meet: beside an unsigned array numpy would take floats.
-            length, ids = place.blocks * BLOCK_IDS, _signed(unpack_integers(tail))
+            ids = _signed(unpack_integers(tail))
+            length = blocks * BLOCK_IDS
             if arrays:
                 whole = _signed(np.concatenate([branch.ids[:length], ids]))
             else:
                 whole = branch.listed[:length] + ids.tolist()
         return whole[:prompt_length], whole[prompt_length:total]
-
-
-def _grow(parent: _Place, packed: Packed) -> _Place:
-    """Append to the parent's branch if that ends there, else begin one that repeats its prefix."""
-    branch, blocks = parent
-    if not blocks or blocks != len(branch.blocks):
-        branch = _Branch(branch.blocks[:blocks])
-    branch.blocks.append(packed)
-    branch.tail = _NO_TAIL
-    return _Place(branch, blocks + 1)
 
 
 def _signed(ids: Array) -> Array:
@@ -258,8 +262,8 @@ def _name(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=NAME_BYTES).digest()
 
 
-def _ids_of(name: bytes, value: bytes) -> Packed:
-    """The ids in a stored block.
+def _check(name: bytes, value: bytes) -> None:
+    """Check a stored block.
 
     Raises:
         ValueError: the value is not that of the block of this name.
@@ -268,8 +272,17 @@ def _ids_of(name: bytes, value: bytes) -> Packed:
     kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
     if kind is None or len(value) != _VALUE_HEAD + BLOCK_IDS * WIDTHS[kind] or _name(value) != name:
         raise ValueError("not the block of this name")
-    return Packed(kind, value[_VALUE_HEAD:])
+
+
+def _unpacked(values: Sequence[bytes]) -> list[Array]:
+    """The ids in stored blocks that follow each other; those of one type, which have one length, at once."""
+    alike = [list(group) for _, group in groupby(values, key=len)]
+    return [unpack_rows(_KINDS[group[0][NAME_BYTES:_VALUE_HEAD]], group, _VALUE_HEAD) for group in alike]
 
 
 def _block_value(parent: bytes, packed: Packed) -> bytes:
-    return parent + packed.type.encode("ascii") + packed.raw
+    return parent + _typed(packed)
+
+
+def _typed(packed: Packed) -> bytes:
+    return packed.type.encode("ascii") + packed.raw

@@ -198,7 +198,7 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
         tail = Packed(*fields["t"])
         check_integers(tail)
         log_probs = unpack_log_probs(Packed(*fields["l"]))
-        small_fields, experts = fields["e"] | about, fields["x"]
+        small_fields, experts = fields["e"], fields["x"]
     except _UNREADABLE:
         raise CorruptRecordError(f"the stored record is damaged ({name_of(about)})", **about) from None
     return ParsedRecord(
@@ -237,8 +237,7 @@ def build(
 ) -> Any:
     """Make the entry of a parsed record, once all blocks are in ``tree`` and all parts in ``parts``.
 
-    With ``arrays`` the token fields are numpy arrays: ids int32, or int64 where needed, as views of one
-    buffer; log probabilities float32 where exact, else float64; nested experts as an array.
+    It is complete after ``give_tokens``. With ``arrays`` nested experts are an array.
 
     Raises:
         CorruptRecordError: a block or part that the record needs is missing.
@@ -247,23 +246,33 @@ def build(
     """
     about = {"rollout_id": parsed.rollout_id, "model_call_id": parsed.model_call_id}
     try:
-        prompt, generation = tree.split(parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays)
+        generated = tree.length(parsed.end, parsed.tail) - parsed.prompt_length
         experts = unpack_experts(_put_together(parsed.experts, parts), arrays=arrays)
-        if len(generation) != len(parsed.log_probs):
+        if parsed.prompt_length < 0 or generated != len(parsed.log_probs):
             raise ValueError("arrays of different lengths")
     except _UNREADABLE:
         raise CorruptRecordError(
             f"token blocks or parts of the record are missing or do not fit it ({name_of(about)})", **about
         ) from None
     entry = _validated(entry_type, parsed, about)
+    entry.__dict__["routed_experts"] = experts
+    return entry
+
+
+def give_tokens(entry: Any, parsed: ParsedRecord, tree: BlockTree, *, arrays: bool = False) -> None:
+    """Put the tokens into an entry that was built: lists, or with ``arrays`` numpy arrays.
+
+    Ids are int32, or int64 where needed, as views of one buffer; log probabilities float32 where exact, else
+    float64. Do it after all entries of a rollout are built: while long lists are new, whatever else is made
+    lets the garbage collector look through all of them again.
+    """
+    prompt, generation = tree.split(parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays)
     # The digest vouches for the arrays; validating every element again would cost more than reading.
     entry.__dict__.update(
         prompt_token_ids=prompt,
         generation_token_ids=generation,
         generation_log_probs=parsed.log_probs if arrays else parsed.log_probs.tolist(),
-        routed_experts=experts,
     )
-    return entry
 
 
 def _taken_apart(experts: list[Any] | None) -> tuple[list[Any] | None, list[tuple[bytes, bytes]]]:
@@ -337,7 +346,8 @@ def _refusal_digest(rollout_id: str, model_call_id: str, code: str, packed: byte
 
 
 def _check_format(fields: dict[str, Any]) -> None:
-    if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or type(fields["p"]) is not int:
+    known_types = type(fields["e"]) is dict and type(fields["p"]) is int
+    if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or not known_types:
         raise ValueError("not a record of this format")
 
 
@@ -360,7 +370,7 @@ def _check_lengths(generated: int, log_probs: Packed) -> None:
 def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
     fields = parsed.small_fields
     try:
-        complete = omitted_by(cast("Hashable", entry_type)) | fields | EMPTY_ARRAYS
+        complete = {**omitted_by(cast("Hashable", entry_type)), **fields, **about, **EMPTY_ARRAYS}
         if complete.get("output_items") == []:
             complete["output_items"] = []  # one of its own: a class that declares less may keep it
         return entry_type.model_validate(complete)

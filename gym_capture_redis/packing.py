@@ -7,10 +7,8 @@ vocabularies fit three bytes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Sequence
 from math import isfinite
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +28,8 @@ _FLOATS = ("f4", "f8")
 _INTEGERS = frozenset((*UNSIGNED, *_SIGNED))
 WIDTHS = {name: int(name[1]) for name in (*UNSIGNED, *_SIGNED, *_FLOATS)}
 """Bytes of an element, by its type."""
+_STORED = {name: np.dtype("<" + name) for name in WIDTHS if name != "u3"}
+"""What numpy calls them."""
 
 _THREE_BYTES = 2**24 - 1
 _BITS = 64
@@ -198,18 +198,24 @@ def unpack_integers(packed: Packed) -> Array:
     """
     check_integers(packed)
     if packed.type != "u3":
-        return np.frombuffer(packed.raw, "<" + packed.type)
-    # Four bytes are read at each place, of which one belongs to the next id.
-    wide: Array = np.ndarray(packed.length, "<u4", packed.raw + b"\0", strides=(3,)) & _THREE_BYTES
+        return np.frombuffer(packed.raw, _STORED[packed.type])
+    return _of_three_bytes(packed.raw, (packed.length,), 0, (3,))
+
+
+def unpack_rows(name: str, rows: Sequence[bytes], start: int) -> Array:
+    """The arrays of type ``name`` that rows of one length hold from byte ``start`` on, as one flat array."""
+    row_bytes, width = len(rows[0]), WIDTHS[name]
+    shape, strides = (len(rows), (row_bytes - start) // width), (row_bytes, width)
+    raw = b"".join(rows)
+    if name == "u3":
+        return _of_three_bytes(raw, shape, start, strides).reshape(-1)
+    return np.ndarray(shape, _STORED[name], raw, start, strides).reshape(-1)
+
+
+def _of_three_bytes(raw: bytes, shape: tuple[int, ...], start: int, strides: tuple[int, ...]) -> Array:
+    # Four bytes are read at each place, of which one belongs to what follows.
+    wide: Array = np.ndarray(shape, _NARROW_IDS, raw + b"\0", start, strides) & _THREE_BYTES
     return wide
-
-
-def unpack_joined(parts: Iterable[Packed]) -> list[Array]:
-    """Arrays that follow each other, those of the same type as one: a few large ones instead of many."""
-    return [
-        unpack_integers(Packed(name, b"".join(part.raw for part in group)))
-        for name, group in groupby(parts, key=attrgetter("type"))
-    ]
 
 
 def pack_log_probs(values: Any) -> Packed:
@@ -251,4 +257,4 @@ def unpack_log_probs(packed: Packed) -> Array:
     """
     if packed.type not in _FLOATS or len(packed.raw) % WIDTHS[packed.type]:
         raise ValueError("not a packed float array")
-    return np.frombuffer(packed.raw, "<" + packed.type)
+    return np.frombuffer(packed.raw, _STORED[packed.type])

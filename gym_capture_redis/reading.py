@@ -24,7 +24,7 @@ READERS = 16
 """Rollouts that ``freeze_many`` reads at the same time."""
 
 _DECODE_IN_LOOP_BYTES = 256 * 2**10
-"""Chunks and rollouts above this size are decoded on a thread: they must not hold the event loop."""
+"""Rollouts above this size are decoded on a thread: they must not hold the event loop."""
 
 _LISTED_ID_BYTES = 8
 _NEW_ID_BYTES = 12
@@ -81,7 +81,7 @@ class RolloutReader:
                 deadline += asyncio.get_running_loop().time() - begin
             assembly = SnapshotAssembly(rollout_id, frozen, self._entry_type, arrays=self._arrays)
             if await self._read(assembly, key, frozen, subject, deadline):
-                return await self._decode(assembly.finish, frozen.facts.stored_bytes, subject, deadline)
+                return await self._decode(assembly.finish, frozen.facts, subject, deadline)
 
     async def _read(
         self,
@@ -105,7 +105,7 @@ class RolloutReader:
             # The next chunk is on its way while this one is decoded.
             reading = asyncio.create_task(self._executor.run(call, subject, deadline=deadline))
             try:
-                await self._decode(partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
+                await self._decode(partial(assembly.add, chunk), frozen.facts, subject, deadline)
                 reply = await reading
             finally:
                 reading.cancel()
@@ -114,12 +114,14 @@ class RolloutReader:
             if reply.code != "OK":
                 raise_refusal(reply, subject)
             chunk = scripts.Chunk.parse(*reply.rest)
-        await self._decode(partial(assembly.add, chunk), chunk.nbytes, subject, deadline)
+        await self._decode(partial(assembly.add, chunk), frozen.facts, subject, deadline)
         return True
 
-    async def _decode(self, work: Callable[[], T], nbytes: int, subject: Subject, deadline: float) -> T:
-        """Decode here if it is little, else on a thread, so that the event loop is not held."""
-        if nbytes > _DECODE_IN_LOOP_BYTES:
+    async def _decode(
+        self, work: Callable[[], T], facts: scripts.Facts, subject: Subject, deadline: float
+    ) -> T:
+        """Decode here if the rollout is small, else on a thread, so that the event loop is not held."""
+        if facts.stored_bytes > _DECODE_IN_LOOP_BYTES:
             return await self._executor.offload(work, subject, deadline=deadline)
         return work()
 

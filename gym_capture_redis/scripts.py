@@ -230,23 +230,20 @@ class Row(NamedTuple):
     call_row: bytes | None
     block_names: bytes
     """Names of the blocks that the step brought, 16 bytes each."""
-    blocks: tuple[bytes | None, ...]
+    blocks: Sequence[bytes | None]
 
     @property
-    def missing_seq(self) -> int | None:
-        """Number of the step, if nothing of it is there."""
-        return int(self.value or 0) if self.field is None else None
+    def missing_seq(self) -> int:
+        """Number of the step of which nothing is there, if ``field`` is None."""
+        return int(self.value or 0)
 
-    @classmethod
-    def parse(cls, raw: Sequence[Any]) -> Row:
-        """Read one row of a reply."""
-        field, value, call_row, block_names, blocks = raw
-        return cls(field, value, call_row, block_names, tuple(blocks))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of value and blocks."""
-        return len(self.value or b"") + sum(map(len, filter(None, self.blocks)))
+    def named_blocks(self) -> list[tuple[bytes, bytes]]:
+        """Names and values of the blocks; no bytes for one that is gone."""
+        names, size = self.block_names, NAME_BYTES
+        return [
+            (names[number * size : (number + 1) * size], value or b"")
+            for number, value in enumerate(self.blocks)
+        ]
 
 
 @dataclass(frozen=True)
@@ -276,15 +273,10 @@ class Chunk:
     next_seq: int
     rows: tuple[Row, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(row.nbytes for row in self.rows)
-
     @classmethod
     def parse(cls, next_seq: Any, rows: Sequence[Sequence[Any]]) -> Chunk:
         """Read the tail of a reply of ``freeze`` or ``read``."""
-        return cls(int(next_seq), tuple(map(Row.parse, rows)))
+        return cls(int(next_seq), tuple([Row(*row) for row in rows]))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ _FAILURE_CODES = {
     b"conflict": (IncompleteCode.CONFLICT, "reported in two ways that exclude each other"),
 }
 
+_KINDS = (RECORD, INTENT, FAILURE, REFUSAL)
+
 _MOST_LOST_STEPS = 10_000
 """How many missing steps are looked past: a damaged number must come to an end."""
 
@@ -44,7 +46,7 @@ class SnapshotAssembly:
         self._entries: dict[str, Any] = {}
         self._refusals: list[Refusal] = []
         self._reasons: list[IncompleteReason] = []
-        self._seen: dict[bytes, int] = {RECORD: 0, INTENT: 0, FAILURE: 0, REFUSAL: 0}
+        self._seen = dict.fromkeys(_KINDS, 0)
         self._fields: set[bytes] = set()
         self._open_calls: list[str] = []
         self._corrupt_calls: set[str] = set()
@@ -93,23 +95,25 @@ class SnapshotAssembly:
         )
 
     def _add_row(self, row: Row) -> None:
-        if row.missing_seq is not None:
+        if row.field is None:
             self._lost_steps.append(row.missing_seq)
-            return
-        self._add_blocks(row)
-        if row.field != PART:
-            self._add_content(row)
+        elif row.field == PART:
+            for name, content in row.named_blocks():
+                self._add_part(name, content)
+        else:
+            self._add_blocks(row.named_blocks())
+            self._add_content(row.field, row)
 
-    def _add_content(self, row: Row) -> None:
-        kind, call = _split(row.field)
+    def _add_content(self, field: bytes, row: Row) -> None:
+        kind, call = _split(field)
         if kind is None or call is None:
             self._incomplete(IncompleteCode.TAMPERED, "", "the trace of a step is unreadable")
             return
-        if row.field in self._fields:
+        if field in self._fields:
             return  # a call may be marked several times, and an intent repeated
         if kind == INTENT and row.value != ANNOUNCED:
             return  # settled since; a row that is gone shows in the counts
-        self._fields.add(row.field or b"")
+        self._fields.add(field)
         if row.value is None:
             self._incomplete(IncompleteCode.TAMPERED, call, "what a step wrote is gone")
             return
@@ -137,29 +141,22 @@ class SnapshotAssembly:
             self._parsed[call] = parsed
             self._tree.add_tail(parsed.end, parsed.tail)
 
-    def _add_blocks(self, row: Row) -> None:
-        add = self._add_part if row.field == PART else self._add_block
-        for number, value in enumerate(row.blocks):
-            name = row.block_names[number * NAME_BYTES : (number + 1) * NAME_BYTES]
-            add(name, value or b"")
-
     def _add_part(self, name: bytes, content: bytes) -> None:
         try:
             self._parts.add(name, content)
         except ValueError:
             self._unusable_parts += 1
 
-    def _add_block(self, name: bytes, value: bytes) -> None:
-        """Add a block and those that wait for it: a step that was put back late may bring their parent."""
-        blocks = [(name, value)]
-        while blocks:
-            name, value = blocks.pop()
+    def _add_blocks(self, blocks: list[tuple[bytes, bytes]]) -> None:
+        """Add blocks and those that wait for them: a step that was put back late may bring a parent."""
+        for name, value in blocks:
             try:
                 self._tree.add_block(name, value)
             except ValueError:
                 self._orphans.setdefault(value[:NAME_BYTES], []).append((name, value))
             else:
-                blocks += self._orphans.pop(name, ())
+                if name in self._orphans:
+                    blocks += self._orphans.pop(name)  # their turn comes in this loop
 
     def _build_entries(self) -> None:
         for call, parsed in self._parsed.items():
@@ -169,6 +166,8 @@ class SnapshotAssembly:
                 )
             except CorruptRecordError as error:
                 self._corrupt(call, error)
+        for call, entry in self._entries.items():
+            codec.give_tokens(entry, self._parsed[call], self._tree, arrays=self._arrays)
 
     def _corrupt(self, call: str, error: CorruptRecordError) -> None:
         self._corrupt_calls.add(call)
@@ -234,11 +233,10 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in ranges)  # noqa: RUF001
 
 
-def _split(field: bytes | None) -> tuple[bytes, str] | tuple[None, None]:
-    if field is None or field[:2] not in (RECORD, INTENT, FAILURE, REFUSAL):
-        return None, None
+def _split(field: bytes) -> tuple[bytes, str] | tuple[None, None]:
+    kind = field[:2]
     try:
-        return field[:2], field[2:].decode("utf-8")
+        return (kind, field[2:].decode("utf-8")) if kind in _KINDS else (None, None)
     except UnicodeDecodeError:
         return None, None
 

@@ -72,7 +72,10 @@ def decode(
     beside: tuple[TokenSequence, ...] = (),
 ) -> Any:
     parsed = codec.parse(record, seal, rollout_id=of.rollout_id, model_call_id=of.model_call_id)
-    return codec.build(parsed, tree_of(of.sequence, *beside), parts_of(of), entry_type, arrays=arrays)
+    tree = tree_of(of.sequence, *beside)
+    entry = codec.build(parsed, tree, parts_of(of), entry_type, arrays=arrays)
+    codec.give_tokens(entry, parsed, tree, arrays=arrays)
+    return entry
 
 
 def round_trip(entry: Any, entry_type: codec.EntryType = TokenEntry) -> Any:
