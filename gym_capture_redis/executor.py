@@ -15,11 +15,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError
-from gym_capture_redis.failures import Failures
+from gym_capture_redis.failures import Failures, any_sent
 from gym_capture_redis.faults import is_transient, is_unknown_script
 from gym_capture_redis.healing import Healer, Owns
 from gym_capture_redis.inflight import ByteBudget, Hold
-from gym_capture_redis.lanes import closed_error, exchange
+from gym_capture_redis.lanes import Job, closed_error, exchange
 from gym_capture_redis.node import Node
 from gym_capture_redis.recent import NewestStep
 from gym_capture_redis.retry import Backoff
@@ -67,16 +67,18 @@ class Executor:
 
         """
         by_source, redirected, backoff = False, None, Backoff()
+        jobs: list[Job] = []
         while True:
             node, asked_at_s = None, time.monotonic()
             try:
                 node = self._node_of(call.key, redirected) or await self._find(call.key, deadline)
-                reply = node.submit(
+                job = node.submit(
                     call, urgent=urgent, by_source=by_source, asking=node is redirected, deadline=deadline
                 )
-                answer = await _until(deadline, reply)
+                jobs.append(job)
+                answer = await _until(deadline, job.reply)
             except TimeoutError as error:
-                raise self._failures.no_answer(subject, backoff.last, error) from None
+                raise self._failures.no_answer(subject, backoff.last, error, sent=any_sent(jobs)) from None
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
                 if is_unknown_script(error) and not by_source:
                     by_source = True
@@ -91,7 +93,7 @@ class Executor:
                 return answer
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
-                raise self._failures.no_answer(subject, backoff.last)
+                raise self._failures.no_answer(subject, backoff.last, sent=any_sent(jobs))
             await asyncio.sleep(min(pause_s, left_s))
 
     def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply, asked_at_s: float) -> None:
@@ -189,8 +191,10 @@ class Executor:
                 model_call_id=subject.model_call_id,
             ) from None
 
-    async def offload(self, work: Callable[[], T], subject: Subject, *, deadline: float) -> T:
+    async def offload(self, work: Callable[[], T], subject: Subject, *, deadline: float, sent: bool) -> T:
         """Do long work on a thread of this executor's own: the default ones may be taken by the user.
+
+        ``sent``: the step that it is done for has been sent by now.
 
         Raises:
             BackendUnavailableError: it did not end in time, or the client was closed.
@@ -204,7 +208,9 @@ class Executor:
             async with asyncio.timeout_at(deadline):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError as error:
-            raise self._failures.too_late("encoding or decoding did not end", subject, None) from error
+            raise self._failures.too_late(
+                "encoding or decoding did not end", subject, None, sent=sent
+            ) from error
 
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError, DurabilityError
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError, explain, final_error
 from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.subject import Subject
+
+
+class _Attempt(Protocol):
+    """One attempt to get a step done."""
+
+    @property
+    def sent(self) -> bool:
+        """Whether some of it may have reached a server."""
+
+
+def any_sent(attempts: Iterable[_Attempt]) -> bool:
+    """Whether a step may have been applied by any of the attempts."""
+    return any(attempt.sent for attempt in attempts)
 
 
 class Failures:
@@ -24,13 +40,27 @@ class Failures:
         )
 
     def no_answer(
-        self, subject: Subject, last: BaseException | None, cause: BaseException | None = None
+        self,
+        subject: Subject,
+        last: BaseException | None,
+        cause: BaseException | None = None,
+        *,
+        sent: bool,
     ) -> CaptureError:
-        """For a step that no server answered in time. ``last`` is what the newest attempt met."""
-        return self.too_late(f"{self._server} gave no answer", subject, last, cause)
+        """For a step that no server answered in time. ``last`` is what the newest attempt met.
+
+        ``sent``: see ``any_sent``.
+        """
+        return self.too_late(f"{self._server} gave no answer", subject, last, cause, sent=sent)
 
     def too_late(
-        self, what: str, subject: Subject, last: BaseException | None, cause: BaseException | None = None
+        self,
+        what: str,
+        subject: Subject,
+        last: BaseException | None,
+        cause: BaseException | None = None,
+        *,
+        sent: bool,
     ) -> CaptureError:
         """For a call whose deadline has passed."""
         if isinstance(last, NotConfirmedError):
@@ -46,10 +76,11 @@ class Failures:
             )
         else:
             why = f" (last: {explain(last)})" if last is not None else ""
-            error = BackendUnavailableError(
-                f"{what} within {self._timeout_s:g} s{why}; "
-                f"the step on {subject} may or may not have been applied, and repeating it is safe"
-            )
+            if sent:
+                known = f"the step on {subject} may or may not have been applied, and repeating it is safe"
+            else:
+                known = f"the step on {subject} was not sent, nothing changed"
+            error = BackendUnavailableError(f"{what} within {self._timeout_s:g} s{why}; {known}")
         error.rollout_id, error.model_call_id = subject.rollout_id, subject.model_call_id
         error.__cause__ = last or cause
         return error

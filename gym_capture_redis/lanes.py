@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
@@ -44,7 +45,8 @@ OpenLink = Callable[[], Awaitable[Link]]
 class Job:
     """A step on its way; ``by_source`` sends the whole script, ``deadline`` is in loop time.
 
-    ``asking``: to a node of a Cluster to which the rollout is just moving.
+    ``asking``: to a node of a Cluster to which the rollout is just moving. ``reply`` ends with the reply, or
+    with whatever went wrong. ``sent``: some of it may have reached a server.
     """
 
     call: Call
@@ -52,6 +54,7 @@ class Job:
     asking: bool
     deadline: float
     reply: asyncio.Future[Reply]
+    sent: bool = False
 
     def answer(self, reply: Reply) -> None:
         """Give its caller the reply, unless that one has left."""
@@ -95,8 +98,8 @@ class Lanes:
         """Whether nothing waits for a reply."""
         return not self._jobs and not self._sending
 
-    def submit(self, call: Call, *, by_source: bool, asking: bool, deadline: float) -> asyncio.Future[Reply]:
-        """Queue a step. The future ends with its reply, or with whatever went wrong.
+    def submit(self, call: Call, *, by_source: bool, asking: bool, deadline: float) -> Job:
+        """Queue a step.
 
         Raises:
             BackendUnavailableError: the lanes were closed.
@@ -116,7 +119,7 @@ class Lanes:
         reply.add_done_callback(job.let_go)
         self._jobs.append(job)
         self._wake_one()
-        return reply
+        return job
 
     def renew(self) -> None:
         """Use no connection of now for anything more: the server may have changed its role meanwhile."""
@@ -223,6 +226,8 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: fl
     groups = grouped([job for job in batch if not job.reply.done()], one_key=one_key)
     commands = [words for group in groups for words in commands_of(group, link.dialect)]
     writing = [group[0].call.step.writes for group in groups]  # later its caller may have left, and the call
+    for job in chain.from_iterable(groups):
+        job.sent = True
     answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s if any(writing) else None)
     read = answers_of(groups, commands, answers, link.run_id)
     for group, writes, answer in zip(groups, writing, read, strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from gym_capture_redis.batches import MAX_JOINED_BYTES
-from gym_capture_redis.lanes import Lanes, OpenLink
-from gym_capture_redis.scripts import Call, Reply
+from gym_capture_redis.lanes import Job, Lanes, OpenLink
+from gym_capture_redis.scripts import Call
 from gym_capture_redis.settings import ConnectionSettings
 
 _LARGE_LANES = 2
@@ -31,10 +31,8 @@ class Node:
         """Whether nothing waits for a reply."""
         return self._common.is_idle and self._large.is_idle and self._urgent.is_idle
 
-    def submit(
-        self, call: Call, *, urgent: bool, by_source: bool, asking: bool, deadline: float
-    ) -> asyncio.Future[Reply]:
-        """Queue a step. The future ends with its reply, or with whatever went wrong.
+    def submit(self, call: Call, *, urgent: bool, by_source: bool, asking: bool, deadline: float) -> Job:
+        """Queue a step.
 
         Raises:
             BackendUnavailableError: the lanes were closed.

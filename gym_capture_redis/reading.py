@@ -122,7 +122,7 @@ class RolloutReader:
     ) -> T:
         """Decode here if the rollout is small, else on a thread, so that the event loop is not held."""
         if facts.stored_bytes > _DECODE_IN_LOOP_BYTES:
-            return await self._executor.offload(work, subject, deadline=deadline)
+            return await self._executor.offload(work, subject, deadline=deadline, sent=True)
         return work()
 
     def _decoded_bytes(self, facts: scripts.Facts) -> int:

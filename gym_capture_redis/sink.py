@@ -246,7 +246,9 @@ class RedisTokenSink(Writer[SinkSettings]):
             max_record_bytes=self._settings.max_record_bytes,
             earlier=self._blocks.sequences(subject.rollout_id),
         )
-        return await executor.offload(encode, subject, deadline=deadline) if is_large else encode()
+        if not is_large:
+            return encode()
+        return await executor.offload(encode, subject, deadline=deadline, sent=False)
 
     async def _join(self, executor: Executor, key: bytes, subject: Subject, deadline: float) -> str:
         """The attempt that there is now, for a record that nobody announced here."""

@@ -18,7 +18,7 @@ from redis import exceptions as redis_errors
 
 from gym_capture_redis.batches import answers_of, commands_of, grouped
 from gym_capture_redis.connection import EmbeddedLease
-from gym_capture_redis.failures import Failures
+from gym_capture_redis.failures import Failures, any_sent
 from gym_capture_redis.faults import NotConfirmedError, is_transient, is_unknown_script
 from gym_capture_redis.retry import Backoff, attempt_s
 from gym_capture_redis.scripts import Call, Reply, again
@@ -65,11 +65,13 @@ class SyncClient:
 
     def _answered(self, calls: Sequence[Call], subject: Subject, deadline: float, run: _Run) -> list[Reply]:
         by_source, redirected, backoff = False, None, Backoff()
+        jobs: list[Job] = []
         while True:
             servers, node = self._of_this_process(), None  # others once the client was closed
             try:
                 node = redirected or servers.node_of(calls[0].key, deadline)
                 job = Job(calls, by_source=by_source, asking=redirected is not None, deadline=deadline)
+                jobs.append(job)
                 return _replies(run(node, job))
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
                 if is_unknown_script(error) and not by_source:
@@ -82,7 +84,7 @@ class SyncClient:
                     # That the deadline cut an attempt short says less than what the one before it met.
                     cut_short = isinstance(error, redis_errors.TimeoutError)
                     last = backoff.last if cut_short and backoff.last else error
-                    raise self._failures.no_answer(subject, last) from last
+                    raise self._failures.no_answer(subject, last, sent=any_sent(jobs)) from last
                 redirected = servers.learn(error, node) if node is not None else None
                 pause_s, calls = backoff.after(error), [again(call) for call in calls]
             time.sleep(min(pause_s, left_s))
@@ -164,6 +166,8 @@ class _Node:
             groups = grouped(in_order(jobs), one_key=self._one_key)
             commands = [words for group in groups for words in commands_of(group, link.dialect)]
             writes = any(group[0].call.step.writes for group in groups)
+            for job in jobs:
+                job.sent = True
             answers, confirmed = link.pipeline(
                 commands, deadline=try_until, confirm_s=try_s / 2 if writes else None
             )

@@ -30,7 +30,10 @@ class Sent:
 
 
 class Job:
-    """Steps of one thread, sent together and in this order; ``deadline`` is in ``time.monotonic``."""
+    """Steps of one thread, sent together and in this order; ``deadline`` is in ``time.monotonic``.
+
+    ``sent``: some of it may have reached a server.
+    """
 
     def __init__(self, calls: Sequence[Call], *, by_source: bool, asking: bool, deadline: float) -> None:
         self.steps = [Sent(call, by_source, asking) for call in calls]
@@ -38,6 +41,7 @@ class Job:
         self.nbytes = sum(call.nbytes + call.reply_bytes for call in calls)
         self.woken = threading.Event()
         self.has_turn = False
+        self.sent = False
 
     def fail(self, error: Exception) -> None:
         """Give every step of it this answer."""

@@ -106,7 +106,7 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         items = list(request_items)
         candidates = await self._candidates(executor, subject, deadline)
         match = partial(ledger_rows.resolve, candidates.values(), items)
-        return await executor.offload(match, subject, deadline=deadline)
+        return await executor.offload(match, subject, deadline=deadline, sent=True)
 
     async def record(self, commit: Any) -> None:
         """Add the row of a call that was staged. Repeating the same does nothing.
@@ -127,7 +127,9 @@ class RedisCaptureLedger(Writer[LedgerSettings]):
         executor = self._executors.get()
         deadline = executor.deadline()
         about = Subject(str(getattr(commit, "rollout_id", "")))
-        row = await executor.offload(partial(ledger_rows.row_of, commit), about, deadline=deadline)
+        row = await executor.offload(
+            partial(ledger_rows.row_of, commit), about, deadline=deadline, sent=False
+        )
         self._neighbours.should_not_know(row.rollout_id)
         reply = await self._write_row(executor, row, deadline)
         if reply.code == "RETIRED":

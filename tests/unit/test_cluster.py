@@ -14,6 +14,7 @@ from gym_capture_redis.cluster import Cluster
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError
+from gym_capture_redis.lanes import Job
 from gym_capture_redis.node import Node
 from gym_capture_redis.scripts import Call, Reply, peek
 from gym_capture_redis.server_url import Address
@@ -205,7 +206,7 @@ async def test_a_node_that_is_forgotten_before_it_is_asked_fails_no_step(
     tasks: list[asyncio.Task[None]] = []
     submit = Node.submit
 
-    def answering(node: Node, call: Call, *, asking: bool, **options: Any) -> asyncio.Future[Reply]:
+    def answering(node: Node, call: Call, *, asking: bool, **options: Any) -> Job:
         if node.is_closed:
             return submit(node, call, asking=asking, **options)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -215,7 +216,7 @@ async def test_a_node_that_is_forgotten_before_it_is_asked_fails_no_step(
             tasks.append(asyncio.create_task(topology._forget_nodes()))
         else:
             reply.set_result(Reply("OK", "1" * 32, 1, 1, (), "run id"))
-        return reply
+        return Job(call, by_source=False, asking=asking, deadline=0.0, reply=reply)
 
     monkeypatch.setattr(Node, "submit", answering)
     await executor.run(peek(KEY), Subject("r"), deadline=executor.deadline())

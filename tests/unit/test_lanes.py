@@ -117,7 +117,7 @@ async def lanes(server: Server) -> AsyncIterator[Lanes]:
 
 def submit(lanes: Lanes, call: Call, *, by_source: bool = False) -> asyncio.Future[Reply]:
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    return lanes.submit(call, by_source=by_source, asking=False, deadline=deadline)
+    return lanes.submit(call, by_source=by_source, asking=False, deadline=deadline).reply
 
 
 def calls(count: int) -> list[Call]:
