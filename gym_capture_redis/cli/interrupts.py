@@ -1,10 +1,11 @@
-"""Ctrl-C and the worker processes of a command."""
+"""Ctrl-C, SIGTERM and the worker processes of a command."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -15,3 +16,16 @@ def interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def cancelled_by_signals(say_stopping: Callable[[], None]) -> None:
+    """Let Ctrl-C and SIGTERM cancel the running task; that may take a moment, and is said at once."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        say_stopping()
+        if task is not None:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
