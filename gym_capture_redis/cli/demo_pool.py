@@ -12,7 +12,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Self
 
 from gym_capture_redis.cli.demo_worker import Job, Message, Pipe, Target, run_worker
-from gym_capture_redis.cli.interrupts import interrupts_ignored
+from gym_capture_redis.cli.interrupts import interrupts_held
 
 ENDING_S = 10.0
 STOPPING_S = 1.5
@@ -60,7 +60,7 @@ class WorkerPool:
     async def __aenter__(self) -> Self:
         """Start all processes; each says when it is ready."""
         try:
-            with interrupts_ignored():
+            with interrupts_held():
                 for number in range(self._count):
                     self.workers.append(self._spawn(number))
         except BaseException:

@@ -6,16 +6,21 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 
 
 @contextlib.contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Let processes inherit that Ctrl-C is not for them: it goes to the whole group, and we end them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def interrupts_held() -> Iterator[None]:
+    """Let processes inherit that Ctrl-C is not for them: it goes to the whole group, and we end them.
+
+    One that comes meanwhile is for us, afterwards.
+    """
+    resource_tracker.ensure_running()  # starting it with the first process would let signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def cancelled_by_signals(say_stopping: Callable[[], None]) -> None:
