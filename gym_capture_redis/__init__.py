@@ -98,7 +98,10 @@ _GYM_ONLY = {
     "RedisStagingSink": "gym_capture_redis.gym.staging",
     "RedisStagingSource": "gym_capture_redis.gym.staging",
 }
-"""Names whose import needs NeMo Gym, and the modules that have them."""
+"""Names whose import needs NeMo Gym, and the modules that have them.
+
+They are not in ``__all__``: ``import *`` would import them, and fail where there is no Gym.
+"""
 
 if not TYPE_CHECKING:  # else any name would be right
 

@@ -127,9 +127,11 @@ def check_entry(entry: TokenEntry) -> None:
     """
     if not 1 <= entry.schema_version <= SCHEMA_VERSION:
         raise ValueError(
-            f"The record has schema_version {entry.schema_version}; this version of gym-capture-redis reads "
-            f"1 to {SCHEMA_VERSION}. "
-            + ("Upgrade the reader." if entry.schema_version > SCHEMA_VERSION else "Versions start at 1.")
+            f"The record has schema_version {entry.schema_version}, and this version of gym-capture-redis "
+            f"knows none above {SCHEMA_VERSION}. Build the record with schema_version {SCHEMA_VERSION}, or "
+            "upgrade gym-capture-redis: in the trainer first, then here."
+            if entry.schema_version > SCHEMA_VERSION
+            else f"The record has schema_version {entry.schema_version}; versions start at 1."
         )
     generated, scored = len(entry.generation_token_ids), len(entry.generation_log_probs)
     if generated != scored:

@@ -30,6 +30,14 @@ _LONGEST_PAUSE_S = 10.0
 T = TypeVar("T")
 
 
+class _UnusableError(Exception):
+    """The directory could not be looked into."""
+
+    def __init__(self, why: OSError) -> None:
+        super().__init__(why)
+        self.why = why
+
+
 def new_mark(target: Target, rollout_id: str, model_call_id: str, announced: scripts.Reply | None) -> Mark:
     """A mark of now, for the attempt that the call was announced to, if it was announced here."""
     return Mark(
@@ -135,8 +143,15 @@ class Replay:
             self._woken = False
             try:
                 done = await self._round()
+            except _UnusableError as error:
+                self._say(
+                    f"The spill directory {self._spill.path} cannot be used; marks that Redis does not take "
+                    "fail, and any that wait there stay",
+                    error.why,
+                )
+                done = False
             except Exception as error:  # noqa: BLE001 - it is said, and tried again: nobody else would
-                self._say(error)
+                self._say_marks_wait(error)
                 done = False
             if done and not self._woken:
                 return
@@ -146,8 +161,12 @@ class Replay:
     async def _round(self) -> bool:
         """Make what can be made. True: nothing is left."""
         directory = self._spill.directory
-        await self._offload(directory.prepare)
-        if not await self._offload(lambda: directory.scan(self._target)):
+        try:
+            await self._offload(directory.prepare)
+            waiting = await self._offload(lambda: directory.scan(self._target))
+        except OSError as error:
+            raise _UnusableError(error) from error
+        if not waiting:
             return True
         lock = directory.lock_for(self._target)
         threads = self._spill.threads
@@ -179,7 +198,7 @@ class Replay:
         try:
             reply = await make_mark(self._executor, mark, deadline=self._executor.deadline())
         except (CorruptRecordError, UnsupportedFormatError) as error:
-            self._say(error)  # a matter of this rollout alone: the others go on
+            self._say_marks_wait(error)  # a matter of this rollout alone: the others go on
             return False
         if reply.code == "RETIRED":
             logger.info(
@@ -199,9 +218,12 @@ class Replay:
     async def _offload(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._spill.threads, work)
 
-    def _say(self, error: Exception) -> None:
-        """Log why marks wait, once for each reason."""
+    def _say_marks_wait(self, error: Exception) -> None:
+        self._say(f"Marks in the spill directory {self._spill.path} wait", error)
+
+    def _say(self, what: str, error: Exception) -> None:
+        """Log what is the matter with the directory, once for each reason."""
         text = f"{type(error).__name__}: {error}"
         if text != self._said:
             self._said = text
-            logger.warning("Marks in the spill directory %s wait: %s", self._spill.path, text)
+            logger.warning("%s: %s", what, text)

@@ -15,12 +15,18 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gym_capture_redis.errors import CaptureError, ConfigurationError
 from gym_capture_redis.keys import validate_namespace
+from gym_capture_redis.plain_words import rule_for_setting, shown
 from gym_capture_redis.server_url import ServerUrl
 
 URL_VARIABLE = "GYM_CAPTURE_REDIS_URL"
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 
 Durability = Literal["memory", "aof", "fsync"]
+
+_SECRETS = frozenset(("username", "password", "sentinel_username", "sentinel_password"))
+"""Settings whose values no message shows, whatever was given."""
+_WORDS_ONLY = frozenset(("durability", "assume_appendfsync", "spill_dir"))
+"""Those whose text is shown; text in place of a number may be a password that went astray."""
 
 _FORBID_EXTRA = ConfigDict(extra="forbid", frozen=True)
 
@@ -35,10 +41,10 @@ def _absolute(value: Any) -> Any:
         return value
     path = os.fspath(value)
     if not path or not isinstance(path, str) or "\0" in path:
-        raise ValueError("it is not the path of a directory")
+        raise ValueError("must be the path of a directory")
     path = os.path.expanduser(path)  # noqa: PTH111 - as a shell does it
     if path.startswith("~"):
-        raise ValueError("the home directory that it names is not known")
+        raise ValueError("must be in a home directory that is known")
     return Path(os.path.abspath(path))  # noqa: PTH100 - without resolving links: that would be I/O
 
 
@@ -126,14 +132,19 @@ class ServerSettings(BaseModel):
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        first = error.errors(include_url=False)[0]
         loc = first["loc"]
         name = ".".join(str(part) for part in loc)
         if first["type"] == "extra_forbidden":
             kind, group = (TlsSettings, "settings of tls") if loc[0] == "tls" else (cls, "settings")
             known = ", ".join(kind.model_fields)
             return f"{cls.used_by}: {name!r} is not a setting; the {group} are {known}"
-        return f"{cls.used_by}: setting {name!r} is refused: {first['msg']}"
+        rule = rule_for_setting(first)
+        if name in _SECRETS:
+            given = f"of type {type(first['input']).__name__}"
+        else:
+            given = shown(first["input"], text=name in _WORDS_ONLY)
+        return f"{cls.used_by}: setting {name!r} is refused: it {rule}, not {given}"
 
 
 class ConnectionSettings(ServerSettings):

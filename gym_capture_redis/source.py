@@ -87,8 +87,9 @@ class RedisTokenSource(Endpoint[SourceSettings]):
 
         Each id comes once, with its ``snapshot`` (as of ``freeze``, or with ``arrays`` as of
         ``freeze_arrays``) or its ``error``; one that fails leaves the others alone. ``max_inflight_bytes``
-        (default: the setting) bounds the memory of what was read and not taken yet; beyond it, about one
-        chunk for each of 16 readers, and a rollout that is larger than the bound is read alone.
+        (any number from 1 on; default: the setting) bounds the memory of what was read and not taken yet;
+        beyond it, about one chunk for each of 16 readers, and a rollout that is larger than the bound is read
+        alone. So a bound below the size of a rollout reads one after another.
         A rollout's deadline does not run while it waits for that room.
 
         Raises:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticSerializationError
 
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.experts import expert_bytes
+from gym_capture_redis.plain_words import broken_rule
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.small_fields import SUBJECT_FIELDS, without_omitted
 
@@ -123,9 +124,7 @@ def _check_rereading(stored: dict[str, Any], small_fields: dict[str, Any]) -> No
     try:
         reread = TokenEntry.model_validate(subject | stored | EMPTY_ARRAYS)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise _invalid(f"{where + ': ' if where else ''}{first['msg']}", small_fields) from None
+        raise _invalid(broken_rule(error), small_fields) from None
     read = reread.__dict__ | (reread.model_extra or {})
     changed = [name for name, value in stored.items() if read[name] != value]
     if changed:

@@ -7,7 +7,6 @@ import contextlib
 import random
 import secrets
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,13 +18,16 @@ import typer
 from rich.console import Console
 
 from gym_capture_redis import gym_compat
+from gym_capture_redis.cli import INTERRUPTED
 from gym_capture_redis.cli.demo_plan import MIN_ROLLOUTS, Plan
 from gym_capture_redis.cli.demo_pool import DemoError, WorkerPool
 from gym_capture_redis.cli.demo_reading import Reading
 from gym_capture_redis.cli.demo_serving import Serving
 from gym_capture_redis.cli.demo_worker import Target
+from gym_capture_redis.cli.interrupts import cancelled_by_signals
 from gym_capture_redis.cli.report import print_report, progress_bar, report_console
 from gym_capture_redis.cli.served_calls import RecordedRollout, load_rollouts
+from gym_capture_redis.cli.trial import trial_of
 from gym_capture_redis.embedded import AppendFsync, EmbeddedServer
 from gym_capture_redis.errors import CaptureError, ConfigurationError
 from gym_capture_redis.server_url import ServerUrl
@@ -33,10 +35,7 @@ from gym_capture_redis.source import RedisTokenSource
 
 DIFFERENT = 1
 UNUSABLE = 2
-INTERRUPTED = 130
 
-PROBE_S = 5.0
-"""How long the server may take to answer before anything is started."""
 CLEANING_S = 15.0
 DELETE_BATCH = 256
 
@@ -93,7 +92,7 @@ def demo(
     each entry with what was served, and drops what is complete.
 
     Exits with 1 if any field differs, a damaged attempt looks complete or a whole one does not; with 2 if
-    the server or an option cannot be used.
+    the server or an option cannot be used, or the namespace holds rollouts of an earlier run.
     """
     console = report_console()
     options = DemoOptions(workers, rollouts, random.randrange(10**6) if seed is None else seed, keep)  # noqa: S311
@@ -110,19 +109,27 @@ def demo(
 
 
 def _fail(message: str, code: int) -> None:
-    typer.echo(f"gym-capture-redis demo: {message}", err=True)
+    _say(message)
     raise typer.Exit(code)
+
+
+def _say(message: str) -> None:
+    typer.echo(f"gym-capture-redis demo: {message}", err=True)
 
 
 @contextlib.contextmanager
 def _server_for(url: str | None, durability: Durability, *, keep: bool) -> Iterator[str]:
     """The URL that was given, else that of a private server which ends with the demo."""
     if url is not None:
-        if ServerUrl.parse(url).scheme == "fakeredis":
+        address = ServerUrl.parse(url)
+        if address.scheme == "fakeredis":
             raise ConfigurationError(
                 "fakeredis lives in one process; the demo needs a server that several share"
             )
-        yield url
+        # An embedded server ends with its last user: it stays between the trial, the workers and the trainer.
+        embedded = address.scheme == "embedded"
+        with EmbeddedServer(address.path or None) if embedded else contextlib.nullcontext():
+            yield url
         return
     directory = tempfile.mkdtemp(prefix="gymcap-demo-")
     try:
@@ -135,17 +142,15 @@ def _server_for(url: str | None, durability: Durability, *, keep: bool) -> Itera
 
 
 async def _until_terminated(console: Console, target: Target, options: DemoOptions) -> None:
-    """Run the demo; a SIGTERM ends it in good order, as Ctrl-C does."""
-    task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    """Run the demo; Ctrl-C and SIGTERM end it in good order."""
+    cancelled_by_signals(lambda: _say("stopping"))
     await _run(console, target, options)
 
 
 async def _run(console: Console, target: Target, options: DemoOptions) -> None:
     recordings = load_rollouts()
     plan = Plan.draw(recordings, rollouts=options.rollouts, workers=options.workers, seed=options.seed)
-    await _probe(target)
+    await _try_out(console, target, plan)
     _introduce(console, target, options)
     async with RedisTokenSource(
         target.url, namespace=target.namespace, durability=target.durability
@@ -191,13 +196,17 @@ async def _serve_and_read(
     return not totals.problems
 
 
-async def _probe(target: Target) -> None:
-    """Fail early, and in one line, where the server cannot be used. Touches no data."""
-    async with RedisTokenSource(
-        target.url, namespace=target.namespace, durability=target.durability, timeout_s=PROBE_S
-    ) as source:
-        # A snapshot that never was: nothing is dropped, but the server has been asked.
-        await source.drop(f"probe-{secrets.token_hex(8)}", snapshot_id="probe", version=0)
+async def _try_out(console: Console, target: Target, plan: Plan) -> None:
+    """Fail early, and in one line, where the server or the namespace cannot be used. Touches no data."""
+    async with trial_of(
+        console, target.url, namespace=target.namespace, durability=target.durability
+    ) as trial:
+        await trial.write()
+        if held := await trial.held_of(attempt.rollout_id for attempt in plan.attempts):
+            raise ConfigurationError(
+                f"namespace {target.namespace!r} holds rollouts of these names already, {held[0]} for one, "
+                "of an earlier run that was kept or killed; choose another --namespace, or leave it out"
+            )
 
 
 def _introduce(console: Console, target: Target, options: DemoOptions) -> None:

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
+import time
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
 from typing import Self
 
 from gym_capture_redis.cli.demo_worker import Job, Message, Pipe, Target, run_worker
-from gym_capture_redis.cli.interrupts import interrupts_ignored
+from gym_capture_redis.cli.interrupts import interrupts_held
 
 ENDING_S = 10.0
+STOPPING_S = 1.5
+"""How long workers get to end by themselves where the demo was stopped or has failed."""
 
 
 class DemoError(Exception):
@@ -57,20 +60,20 @@ class WorkerPool:
     async def __aenter__(self) -> Self:
         """Start all processes; each says when it is ready."""
         try:
-            with interrupts_ignored():
+            with interrupts_held():
                 for number in range(self._count):
                     self.workers.append(self._spawn(number))
         except BaseException:
-            await self.close()
+            await self.close(STOPPING_S)
             raise
         loop = asyncio.get_running_loop()
         for worker in self.workers:
             loop.add_reader(worker.pipe.fileno(), self._receive, worker)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End all processes."""
-        await self.close()
+        await self.close(ENDING_S if kind is None else STOPPING_S)
 
     async def kill(self, worker: Worker) -> None:
         """Kill a worker as the kernel's out-of-memory killer would; `Ended` follows."""
@@ -79,11 +82,11 @@ class WorkerPool:
         if worker.process.exitcode != -signal.SIGKILL:
             raise DemoError(f"worker {worker.number} was to be killed, but ended by itself")
 
-    async def close(self) -> None:
-        """End all workers and wait for them. Idempotent."""
+    async def close(self, patience_s: float) -> None:
+        """End all workers, and kill those that have not ended within ``patience_s``. Idempotent."""
         for worker in self.workers:
             self._let_go(worker)
-        await asyncio.to_thread(self._join_all)
+        await asyncio.to_thread(self._join_all, time.monotonic() + patience_s)
 
     def _spawn(self, number: int) -> Worker:
         context = multiprocessing.get_context("spawn")
@@ -109,9 +112,9 @@ class WorkerPool:
             asyncio.get_running_loop().remove_reader(worker.pipe.fileno())
             worker.pipe.close()
 
-    def _join_all(self) -> None:
+    def _join_all(self, deadline_s: float) -> None:
         for worker in self.workers:
-            worker.process.join(ENDING_S)
+            worker.process.join(max(0.0, deadline_s - time.monotonic()))
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()

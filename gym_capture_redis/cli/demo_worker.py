@@ -25,6 +25,7 @@ from gym_capture_redis import (
 )
 from gym_capture_redis.cli.demo_plan import Attempt, Fault
 from gym_capture_redis.cli.served_calls import RecordedRollout, ServedCall, load_rollouts
+from gym_capture_redis.settings import Durability
 
 CLOSING_S = 5.0
 
@@ -37,7 +38,7 @@ class Target:
 
     url: str
     namespace: str
-    durability: str
+    durability: Durability
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ class EmbeddedServer:
                 self._start(deadline)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise ConfigurationError(
-                    f"The embedded server of {self._named_directory or 'the default directory'}: {error}"
+                    f"The embedded server of {self._named_directory or 'the default directory'} could not be "
+                    f"started or joined: {error}"
                 ) from error
 
     def stop(self) -> None:
@@ -153,9 +154,14 @@ class EmbeddedServer:
         return f"<{type(self).__name__} {str(self._named_directory or 'default')!r} {state}>"
 
     def _start(self, deadline: float) -> None:
-        directory = prepare_directory(
-            default_directory() if self._named_directory is None else self._named_directory
-        )
+        path = default_directory() if self._named_directory is None else self._named_directory
+        try:
+            directory = prepare_directory(path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The embedded server cannot keep its data in {path}: the directory could not be made or "
+                f"opened ({error.strerror})."
+            ) from error
         held, self._connection = self._connection, None
         connection = held
         try:

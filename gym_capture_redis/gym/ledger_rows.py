@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from gym_capture_redis import gym_compat
 from gym_capture_redis.errors import (
@@ -31,6 +31,7 @@ from gym_capture_redis.keys import (
     validate_failure_reason,
     validate_rollout_id,
 )
+from gym_capture_redis.plain_words import broken_rule
 from gym_capture_redis.scripts import LedgerPage
 
 _required = partial(gym_compat.required_attribute, since="0.7")  # the first that stages externally
@@ -368,8 +369,4 @@ def _check(rollout_id: str, model_call_id: str, text: bytes) -> bytes:
 
 def _first_line(error: Exception) -> str:
     """What was wrong, without the values: pydantic quotes them."""
-    errors = getattr(error, "errors", None)
-    if errors is None:
-        return str(error).partition("\n")[0]
-    first = errors(include_url=False, include_input=False, include_context=False)[0]
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+    return broken_rule(error) if isinstance(error, ValidationError) else str(error).partition("\n")[0]

@@ -323,7 +323,7 @@ class RedisStagingSource(_Staging[StagingSourceSettings]):
         for key, address in zip(keys, addresses, strict=True):
             there = found[address.rollout_id].get(address.model_call_id) if address is not None else None
             if address is None or there is None:
-                raise _missing(key)
+                raise _missing(key, address)
             calls.append(decode(*there, address.subject))
         return calls
 
@@ -458,10 +458,12 @@ def _link(before: str | None, call: StagedCall) -> Link | None:
     return Link(before, chain_hash, call.ids)
 
 
-def _missing(staging_key: object) -> StagedCallMissingError:
+def _missing(staging_key: object, address: _Address | None) -> StagedCallMissingError:
+    why = "it never was, the server forgot it, or its rollout was removed"
+    if address is None:
+        why = "it is no staging key; a key is '<rollout>/<call>', as stage returns it"
     return StagedCallMissingError(
-        f"nothing is staged under {staging_key!r}: it never was, the server forgot it, or its rollout was "
-        "removed",
+        f"nothing is staged under {staging_key!r}: {why}",
         staging_key=str(staging_key),
     )
 

@@ -16,6 +16,7 @@ import pytest
 from support.servers import RealServer
 
 import gym_capture_redis
+from gym_capture_redis import RedisTokenSink
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -204,11 +205,68 @@ def test_nothing_is_left_in_a_server_of_the_users(valkey9: RealServer) -> None:
     assert reasons["latency"] == "its section was not asked for"
 
 
+def test_goals_of_other_sections_are_left_out(valkey9: RealServer, tmp_path: Path) -> None:
+    json_file = tmp_path / "found.json"
+
+    done = run(*TINY, "--url", valkey9.url, "--only", "latency", "--json", str(json_file))
+
+    assert done.returncode == 0, done.stderr
+    goals = done.stdout.partition("\nGoals")[2]
+    assert [goal.key for goal in GOALS if f"│ {goal.what} " in goals] == ["latency"]
+    assert f"{len(GOALS) - 1} goals are of sections that were not asked for." in goals
+    assert "not measured," not in goals
+    assert len(json.loads(json_file.read_text())["goals"]) == len(GOALS)
+
+
+async def test_an_embedded_server_that_has_data_is_waited_for(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    url = f"embedded:{tmp_path_factory.mktemp('t')}"
+    async with RedisTokenSink(url, namespace="before") as sink:
+        await sink.begin_call("rollout", "call")
+
+    done = run(*TINY, "--url", url, "--only", "growth")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("Waiting up to 5 s: the server was started or promoted a moment ago")
+    assert "Goals\n" not in done.stdout  # a section without any
+
+
+def test_without_matplotlib_nothing_is_left(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden" / "matplotlib"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError('hidden', name='matplotlib')\n")
+    results = tmp_path / "results"
+    results.mkdir()
+    root = str(Path(gym_capture_redis.__file__).parent.parent)
+
+    done = run(
+        *TINY,
+        *("--only", "growth", "--plot", str(results / "a" / "b"), "--json", str(results / "found.json")),
+        PYTHONPATH=os.pathsep.join([str(hidden.parent), root]),
+    )
+
+    assert done.returncode == 2
+    assert "--plot needs matplotlib" in done.stderr
+    assert list(results.iterdir()) == []
+
+
+def test_a_file_of_results_that_is_there_is_left_as_it_was(tmp_path: Path) -> None:
+    earlier = tmp_path / "found.json"
+    earlier.write_text("earlier")
+
+    done = run(*TINY, "--url", "redis://127.0.0.1:1/0", "--json", str(earlier))
+
+    assert done.returncode == 2
+    assert earlier.read_text() == "earlier"
+
+
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_an_interrupted_run_removes_what_it_wrote(
     valkey9: RealServer, tmp_path: Path, with_signal: signal.Signals
 ) -> None:
     endless = command(*TINY, "--rounds", "10000", "--url", valkey9.url, "--only", "workers")
+    endless += ["--json", str(tmp_path / "found.json")]
     with subprocess.Popen(
         endless,
         stdout=subprocess.PIPE,
@@ -227,7 +285,10 @@ def test_an_interrupted_run_removes_what_it_wrote(
         _, said = process.communicate(timeout=60)
 
     assert process.returncode == 130
-    assert said == "gym-capture-redis bench: stopped; what was written is deleted\n"
+    assert said.splitlines() == [
+        "gym-capture-redis bench: stopping",
+        "gym-capture-redis bench: stopped; what was written is deleted",
+    ]
     assert keys_of_the_benchmark(valkey9) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -242,6 +303,7 @@ def test_an_interrupted_run_removes_what_it_wrote(
         (["--url", "fakeredis://x"], "fakeredis lives in one process"),
         (["--url", "redis://:secret@127.0.0.1:1/0"], "redis://127.0.0.1:1/0 gave no answer"),
         (["--url", "unix:///missing.sock"], "unix:///missing.sock gave no answer"),
+        (["--url", "redis://127.0.0.1:1/0"], "a trial write"),
         (["--json", "/missing/found.json"], "/missing/found.json cannot be written"),
         (["--json", "/"], "/ cannot be written"),
         (["--plot", "/dev/null/pictures"], "/dev/null/pictures cannot be written"),
@@ -254,6 +316,7 @@ def test_an_interrupted_run_removes_what_it_wrote(
         "fake",
         "no server",
         "no socket",
+        "trial",
         "json",
         "folder",
         "plot",

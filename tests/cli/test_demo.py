@@ -15,6 +15,7 @@ import redis
 from support.servers import RealServer
 
 import gym_capture_redis
+from gym_capture_redis import RedisTokenSink
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -119,14 +120,35 @@ def test_kept_rollouts_can_be_read_afterwards(valkey9: RealServer, namespace: st
     arguments = ("--url", valkey9.url, "--rollouts", "4", "--workers", "2", "--namespace", namespace)
 
     done = run("demo", "--keep", *arguments)
-    again = run("demo", *arguments)
+    with redis.Redis.from_url(valkey9.url) as client:
+        kept = sorted(client.scan_iter(f"gymcap:{{{namespace}/*"))
+        again = run("demo", *arguments)
+        left = sorted(client.scan_iter(f"gymcap:{{{namespace}/*"))
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"namespace='{namespace}')" in done.stdout
-    # They are frozen: a second run in their place cannot begin, and says so in one line.
-    assert again.returncode == 1
-    assert "frozen" in again.stderr
+    # A second run in their place cannot begin, says so in one line, and leaves them alone.
+    assert again.returncode == 2
+    assert f"namespace '{namespace}' holds rollouts of these names already" in again.stderr
+    assert "choose another --namespace" in again.stderr
     assert again.stderr.count("\n") == 1
+    assert again.stdout == ""
+    assert left == kept
+    assert len(kept) == 4
+
+
+async def test_an_embedded_server_that_has_data_is_waited_for(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    url = f"embedded:{tmp_path_factory.mktemp('t')}"
+    async with RedisTokenSink(url, namespace="before") as sink:
+        await sink.begin_call("rollout", "call")
+
+    done = run("demo", "--url", url, "--rollouts", "4", "--workers", "2")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("Waiting up to 5 s: the server was started or promoted a moment ago")
+    assert "All is as it must be" in done.stdout
 
 
 def processes_of(marker: str) -> list[int]:
@@ -170,7 +192,10 @@ def test_no_process_outlives_an_interrupted_demo(
 
     if signal_number != signal.SIGKILL:
         assert demo.returncode == 130
-        assert said == "gym-capture-redis demo: stopped; the workers are ended\n"
+        assert said.splitlines() == [
+            "gym-capture-redis demo: stopping",
+            "gym-capture-redis demo: stopped; the workers are ended",
+        ]
     deadline = time.monotonic() + 20
     while processes_of(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -188,6 +213,7 @@ def test_no_process_outlives_an_interrupted_demo(
         (("--url", "fakeredis://x"), "a server that several share"),
         (("--namespace", "a b"), "namespace"),
         (("--url", "redis://:secret@127.0.0.1:1/0"), "127.0.0.1:1"),
+        (("--url", "redis://127.0.0.1:1/0"), "a trial write"),
     ],
 )
 def test_what_cannot_be_used_is_named_and_nothing_is_started(arguments: tuple[str, ...], said: str) -> None:
@@ -230,6 +256,31 @@ def test_without_the_extra_one_line_says_what_to_install() -> None:
     assert done.stderr == (
         "gym-capture-redis: the command line needs typer: pip install 'gym-capture-redis[cli]'\n"
     )
+
+
+def test_ctrl_c_during_the_imports_of_a_command_is_quiet() -> None:
+    program = """
+import sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "gym_capture_redis.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from gym_capture_redis.cli import main
+main()
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment(),
+    )
+
+    assert done.returncode == 130
+    assert done.stderr == ""
 
 
 def test_without_gym_the_package_captures_by_itself(tmp_path: Path) -> None:

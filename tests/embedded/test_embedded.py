@@ -684,7 +684,9 @@ def test_a_file_is_no_directory(tmp_path: Path, binary: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_an_error() -> None:
     if not Path("/proc/self").exists():
         pytest.skip("no /proc, where not even root can make a directory")
-    with pytest.raises(ConfigurationError, match="/proc/gym-capture"):
+    with pytest.raises(
+        ConfigurationError, match="data in /proc/gym-capture: the directory could not be made or"
+    ):
         EmbeddedServer("/proc/gym-capture").start()
 
 

@@ -387,7 +387,9 @@ async def test_a_directory_that_cannot_be_used_is_told_at_once_and_a_mark_fails_
     directory = Path(__file__)
     async with make_sink(gate.url, directory, timeout_s=PATIENCE_S) as sink:
         await sink.begin_call(uuid.uuid4().hex, "call")
-        await until(lambda: "wait: NotADirectoryError" in caplog.text)
+        await until(lambda: "NotADirectoryError" in caplog.text)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith(f"The spill directory {directory} cannot be used")
     gate.shut()
     async with make_sink(gate.url, directory) as sink:
         with pytest.raises(BackendUnavailableError):

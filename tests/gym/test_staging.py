@@ -535,6 +535,8 @@ def test_the_first_key_that_is_missing_is_named(staging: Staging, missing: Any) 
         assert isinstance(raised.value, CaptureError)
         assert raised.value.staging_key == str(missing)
         assert f"nothing is staged under {missing!r}: " in str(raised.value)
+        is_key = missing in ("r/no", "other/c")
+        assert ("a key is '<rollout>/<call>'" in str(raised.value)) is not is_key
     for fetch in (staging.source.fetch_extras, staging.source.fetch_attachments):
         with pytest.raises(StagedCallMissingError):
             fetch(missing)

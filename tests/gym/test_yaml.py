@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,23 @@ def test_nested_settings_may_be_omegaconfs(written: Any) -> None:
         assert built._settings.tls.check_hostname is False
     containers = written.token_id_capture.lineage_store_kwargs
     assert RedisLineageStore(**containers)._settings.tls is not None
+
+
+def test_the_file_to_check_the_yaml_with_makes_what_it_says(written: Any, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "nemo-gym.md").read_text("utf-8"), re.DOTALL)
+    (program,) = [block for block in blocks if block.startswith("# check_yaml.py")]
+    (tmp_path / "capture.yaml").write_text(pytest.importorskip("omegaconf").OmegaConf.to_yaml(written))
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "capture.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [
+        "RedisTokenSink('redis://10.0.0.5:6379/0', namespace='run-17')",
+        "RedisLineageStore('redis://10.0.0.5:6379/0', namespace='run-17')",
+    ], done.stderr
 
 
 @pytest.mark.parametrize("kind", ["sink", "lineage_store"])

@@ -164,3 +164,10 @@ def test_details_of_a_refusal_have_a_limit_in_packed_bytes() -> None:
 def test_details_that_no_reader_could_load_are_refused(value: Any) -> None:
     with pytest.raises(InvalidRecordError, match="details of the refusal"):
         encode_refusal("r", "c", "full", {"value": value})
+
+
+def test_whoever_puts_a_newer_record_is_told_what_to_do() -> None:
+    said = str(refusal_of(changed(schema_version=2)))
+
+    assert said.startswith("the record is invalid: The record has schema_version 2, and this version")
+    assert "Build the record with schema_version 1, or upgrade gym-capture-redis" in said

@@ -94,7 +94,7 @@ def test_routed_experts_are_kept_as_they_come(experts: object) -> None:
 
 
 def test_a_newer_schema_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"schema_version 2.*Upgrade the reader"):
+    with pytest.raises(ValueError, match=r"schema_version 2.*with schema_version 1, or upgrade"):
         entry(schema_version=2)
 
 

@@ -253,10 +253,13 @@ def test_a_password_that_is_not_percent_encoded_is_never_shown(around: str, form
         {"password": "swordfish", "unknown": 1},
         {"password": "swordfish", "tls": {"unknown": 1}},
         {"password": "swordfish", "connections": "swordfish"},
+        {"sentinel_password": 5_551_234},
+        {"username": 5_551_234},
+        {"tls": "swordfish"},
     ],
     ids=repr,
 )
-def test_a_refused_setting_shows_no_value(settings: dict[str, Any]) -> None:
+def test_a_refused_setting_shows_no_secret(settings: dict[str, Any]) -> None:
     shown = shown_by("redis://:swordfish@server", **settings)
     assert "swordfish" not in shown
     assert "5551234" not in shown
@@ -283,19 +286,33 @@ def test_a_password_setting_is_never_shown() -> None:
             {"tls": {"ca": "x"}},
             "'tls.ca' is not a setting; the settings of tls are ca_certs_path, [a-z_, ]*$",
         ),
-        ({"timeout_s": 0}, "setting 'timeout_s' is refused"),
-        ({"timeout_s": float("inf")}, "setting 'timeout_s' is refused"),
-        ({"timeout_s": float("nan")}, "setting 'timeout_s' is refused"),
-        ({"timeout_s": None}, "setting 'timeout_s' is refused"),
-        ({"connections": 0}, "setting 'connections' is refused"),
-        ({"connections": 1.5}, "setting 'connections' is refused"),
-        ({"durability": "disk"}, "setting 'durability' is refused"),
-        ({"assume_appendfsync": "no"}, "setting 'assume_appendfsync' is refused"),
-        ({"username": 5}, "setting 'username' is refused"),
+        ({"timeout_s": 0}, "setting 'timeout_s' is refused: it must be above 0, not 0$"),
+        ({"timeout_s": float("inf")}, "setting 'timeout_s' is refused: it must be a finite number, not inf$"),
+        ({"timeout_s": float("nan")}, "setting 'timeout_s' is refused: it must be .*, not nan$"),
+        ({"timeout_s": None}, "setting 'timeout_s' is refused: it must be a number, not None$"),
+        ({"timeout_s": "soon"}, "setting 'timeout_s' is refused: it must be a number, not text$"),
+        ({"connections": 0}, "setting 'connections' is refused: it must be at least 1, not 0$"),
+        ({"connections": 65}, "setting 'connections' is refused: it must be at most 64, not 65$"),
+        ({"connections": 1.5}, "setting 'connections' is refused: it must be a whole number, not 1.5$"),
+        ({"connections": 10**5000}, "setting 'connections' is refused: it must be .*, not of type int$"),
+        ({"connections": [2]}, "setting 'connections' is refused: it must be .*, not of type list$"),
+        (
+            {"durability": "disk"},
+            "setting 'durability' is refused: it must be 'memory', 'aof' or 'fsync', not 'disk'$",
+        ),
+        ({"assume_appendfsync": "no"}, "setting 'assume_appendfsync' .* 'everysec' or 'always', not 'no'$"),
+        ({"username": 5}, "setting 'username' is refused: it must be text, not of type int$"),
+        ({"tls": 5}, "setting 'tls' is refused: it must be a mapping, not 5$"),
+        (
+            {"tls": {"check_hostname": 5}},
+            r"'tls\.check_hostname' is refused: it must be true or false, not 5$",
+        ),
     ],
-    ids=repr,
+    ids=lambda value: repr(value) if isinstance(value, str) else "-".join(value),
 )
-def test_a_wrong_setting_is_refused_by_name(endpoint: Any, settings: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_refused_in_plain_words(
+    endpoint: Any, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=f"^{endpoint.__name__}: .*{message}"):
         endpoint("rediss://server", **settings)
 

@@ -359,7 +359,18 @@ def test_a_path_in_the_home_directory_is_meant_so(
     assert settings.spill_dir == tmp_path / "spill"
 
 
-@pytest.mark.parametrize("value", ["", b"spill", "a\0b", 7, ["spill"], "~no-such-user/spill"])
-def test_what_is_no_path_is_refused_by_name(value: object) -> None:
-    with pytest.raises(ConfigurationError, match="spill_dir"):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("", "the path of a directory, not ''"),
+        (b"spill", "the path of a directory, not of type bytes"),
+        ("a\0b", r"the path of a directory, not 'a\x00b'"),
+        (7, "the path of a directory, not 7"),
+        (["spill"], "the path of a directory, not of type list"),
+        ("~no-such-user/spill", "in a home directory that is known, not '~no-such-user/spill'"),
+    ],
+)
+def test_what_is_no_path_is_refused_in_plain_words(value: object, said: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
         SinkSettings.build("redis://server", "run", {"spill_dir": value})
+    assert str(refusal.value) == f"RedisTokenSink: setting 'spill_dir' is refused: it must be {said}"

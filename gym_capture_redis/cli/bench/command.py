@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
 from redis.exceptions import RedisError
 from rich.console import Console
 
+from gym_capture_redis.cli import INTERRUPTED
 from gym_capture_redis.cli.bench.context import Options
 from gym_capture_redis.cli.bench.drive import LostCallError
 from gym_capture_redis.cli.bench.peers.ours import IncompleteError
@@ -23,7 +25,6 @@ from gym_capture_redis.errors import CaptureError
 
 FAILED = 1
 UNUSABLE = 2
-INTERRUPTED = 130
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 ROLLOUTS, QUICK_ROLLOUTS = 64, 16
@@ -143,14 +144,27 @@ def bench(
 
 
 def _make_sure_of(json_file: Path | None, plot: Path | None) -> None:
-    """See that results can be written before minutes are spent on them."""
-    try:
-        if json_file is not None and json_file != STDOUT:
-            json_file.open("a").close()
-        if plot is not None:
-            plot.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"{error.filename} cannot be written: {error.strerror}") from None
+    """See that results can be written before minutes are spent on them; nothing of it is left."""
+    file = None if json_file == STDOUT else json_file
+    for path, try_writing in ((file, _try_file), (plot, _try_directory)):
+        try:
+            if path is not None:
+                try_writing(path.absolute())
+        except OSError as error:
+            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _try_file(file: Path) -> None:
+    file = file.resolve()  # what is removed is no link
+    is_new = not file.exists()
+    file.open("ab").close()
+    if is_new:
+        file.unlink()
+
+
+def _try_directory(directory: Path) -> None:
+    there = next(place for place in (directory, *directory.parents) if place.exists())
+    TemporaryFile(dir=there).close()
 
 
 def _fail(message: str, code: int) -> None:

@@ -45,7 +45,9 @@ def print_section(console: Console, section: Section) -> None:
 
 
 def print_goals(console: Console, rows: Rows) -> None:
-    """Print every goal with its figure and verdict, then in words what falls short of an aim."""
+    """Print each goal with its figure and verdict, then in words what falls short of an aim."""
+    if not rows:
+        return
     table = Table()
     for column in ("what", "against"):
         table.add_column(column)

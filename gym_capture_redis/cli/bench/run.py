@@ -6,13 +6,13 @@ import asyncio
 import json
 import secrets
 import shutil
-import signal
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from gym_capture_redis.cli.bench import plots
@@ -37,6 +37,7 @@ from gym_capture_redis.cli.bench.report import print_facts, print_goals, print_s
 from gym_capture_redis.cli.bench.section import Section
 from gym_capture_redis.cli.bench.servers import servers_for
 from gym_capture_redis.cli.bench.workload import Workload
+from gym_capture_redis.cli.interrupts import cancelled_by_signals
 
 SECTIONS: dict[str, Callable[[Bench], Awaitable[Section]]] = {
     module.NAME: module.measure
@@ -78,7 +79,7 @@ def run(console: Console, url: str | None, options: Options, output: Output) -> 
     mark = f"bench-{secrets.token_hex(6)}"
     directory = Path(tempfile.mkdtemp(prefix="gymcap-bench-"))
     try:
-        with servers_for(url, directory, mark) as servers:
+        with servers_for(console, url, directory, mark) as servers:
             facts = machine_facts(servers.main, directory)
             print_facts(console, facts)
             if facts["filesystem"] in MEMORY_FILESYSTEMS:
@@ -98,10 +99,8 @@ def run(console: Console, url: str | None, options: Options, output: Output) -> 
 
 
 async def _until_terminated(bench: Bench) -> list[Section]:
-    """Measure; a SIGTERM ends it in good order, as Ctrl-C does."""
-    task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    """Measure; Ctrl-C and SIGTERM end it in good order."""
+    cancelled_by_signals(lambda: typer.echo("gym-capture-redis bench: stopping", err=True))
     sections = []
     for name in bench.options.sections:
         sections.append(await SECTIONS[name](bench))
@@ -115,7 +114,9 @@ def _show(
     options = bench.options
     figures = {key: figure for section in sections for key, figure in section.figures.items()}
     rows = all_rows(figures, otherwise="its section was not asked for")
-    print_goals(console, rows)
+    print_goals(console, [row for row in rows if row[0].key in figures])
+    if len(figures) < len(rows):
+        console.print(f"{len(rows) - len(figures)} goals are of sections that were not asked for.")
     if options.quick:
         console.print("A quick look: with so few repetitions no figure here is worth quoting.")
     if output.plot_directory is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,13 @@ from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from rich.console import Console
 
+from gym_capture_redis.cli.trial import trial_of
 from gym_capture_redis.embedded import AppendFsync, EmbeddedServer
 from gym_capture_redis.errors import ConfigurationError
 from gym_capture_redis.server_url import ServerUrl
-from gym_capture_redis.source import RedisTokenSource
 
-PROBE_S = 5.0
-"""How long a server may take to answer before anything is measured."""
 DURABILITY_WORDS = {
     "everysec": "append-only file, fsync every second",
     "always": "append-only file, fsync before every acknowledgement",
@@ -107,7 +105,7 @@ class Servers:
 
 
 @contextlib.contextmanager
-def servers_for(url: str | None, directory: Path, mark: str) -> Iterator[Servers]:
+def servers_for(console: Console, url: str | None, directory: Path, mark: str) -> Iterator[Servers]:
     """The server of ``url``, which is left without a key that has ``mark`` in its name; or private ones.
 
     Raises:
@@ -122,7 +120,7 @@ def servers_for(url: str | None, directory: Path, mark: str) -> Iterator[Servers
             return
         named = stack.enter_context(_named_server(url))
         stack.callback(named.close)
-        asyncio.run(_probe(named))
+        asyncio.run(_try_out(console, named, mark))
         try:
             yield Servers(named, named if named.appendfsync == "always" else None)
         except BaseException:
@@ -159,13 +157,12 @@ def _named_server(url: str) -> Iterator[Server]:
         yield Server(url, private=False)
 
 
-async def _probe(server: Server) -> None:
+async def _try_out(console: Console, server: Server, mark: str) -> None:
     """Fail early, and in one line, where the server cannot be used. Touches no data.
 
     Raises:
         CaptureError: why not.
 
     """
-    async with RedisTokenSource(server.url, namespace="bench-probe", timeout_s=PROBE_S) as source:
-        # A snapshot that never was: nothing is dropped, but the server has been asked.
-        await source.drop(f"probe-{secrets.token_hex(8)}", snapshot_id="probe", version=0)
+    async with trial_of(console, server.url, namespace=mark, durability="aof") as trial:
+        await trial.write()

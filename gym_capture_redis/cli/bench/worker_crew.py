@@ -12,7 +12,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from gym_capture_redis.cli.bench.worker_process import Assignment, Done, Failed, Job, Pipe, run_worker
-from gym_capture_redis.cli.interrupts import interrupts_ignored
+from gym_capture_redis.cli.interrupts import interrupts_held
 
 ENDING_S = 20.0
 """Enough to finish the job in hand and to delete what it stored."""
@@ -72,7 +72,7 @@ async def crew_of(assignments: list[Assignment]) -> AsyncIterator[Crew]:
     workers: list[_Worker] = []
     crew = Crew(workers)
     try:
-        with interrupts_ignored():
+        with interrupts_held():
             workers.extend(map(_spawn, assignments))
         await crew.hear_all()
         yield crew
