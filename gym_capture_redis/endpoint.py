@@ -25,7 +25,10 @@ _REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
     "FROZEN": (TokenCaptureFrozenError, "the rollout is frozen and takes nothing new"),
     "RETIRED": (
         TokenCaptureRetiredError,
-        "this attempt of the rollout is over: it was retired, deleted or has expired",
+        (
+            "this attempt of the rollout is over: it was retired, deleted or has expired; "
+            "a call of a later attempt must be announced to that one (begin_call)"
+        ),
     ),
     "CONFLICT": (
         CallConflictError,
