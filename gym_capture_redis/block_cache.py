@@ -35,13 +35,13 @@ class _Rollout:
 
     def keep(self, sequence: TokenSequence) -> None:
         """Add a stored sequence, in place of those that it goes on from, unless it would spare no hashing."""
-        earlier = (kept for kept in self.sequences if sequence.goes_on_from(kept) and kept.end in self.stored)
-        known = next((len(kept.names) for kept in earlier), 0)
+        earlier = [kept for kept in self.sequences if sequence.goes_on_from(kept)]
+        known = max([len(kept.names) for kept in earlier if kept.end in self.stored], default=0)
         self.stored.update(sequence.names[known:])
         if sequence.names and not any(kept.goes_on_from(sequence) for kept in self.sequences):
-            others = [kept for kept in self.sequences if not sequence.goes_on_from(kept)]
+            others = [kept for kept in self.sequences if kept not in earlier]
             self.sequences = (sequence.without_tail(), *others)[:MAX_BRANCHES]
-            self.sequence_bytes = sum(kept.ids.nbytes + 8 * len(kept.names) for kept in self.sequences)
+            self.sequence_bytes = sum([kept.ids.nbytes + 8 * len(kept.names) for kept in self.sequences])
 
 
 class _Contents:

@@ -91,7 +91,7 @@ class TokenSequence:
     def goes_on_from(self, other: TokenSequence) -> bool:
         """Whether its full blocks begin with all those of the other."""
         place = len(other.names)
-        return self.names[place - 1 : place] == other.names[-1:]
+        return not place or (place <= len(self.names) and self.names[place - 1] == other.names[-1])
 
     def shared_blocks(self, ids: Array) -> int:
         """How many of its full blocks another sequence begins with."""
