@@ -33,6 +33,9 @@ _VERIFIED_AT_ONCE = 512
 _SAMPLED = 16
 """By so many of the newest rollouts that a server must know it is told whether it knows any."""
 
+_MOST_NAMED = 20
+"""Rollouts that the log names each time that a server came back: it may have forgotten all of the day."""
+
 _ORDER = {
     Step.BEGIN: 0,
     Step.STAGE: 1,
@@ -98,6 +101,12 @@ class Healer:
                 healed,
             )
         await self._verify(send, run_id, owns, lost_by, lost)
+        if len(lost) > _MOST_NAMED:
+            logger.error(
+                "%s came back without steps of %d more rollouts, which are incomplete too.",
+                self._server,
+                len(lost) - _MOST_NAMED,
+            )
         for other in others:
             self.recent.settle(other, owns, until_s=began_s)
 
@@ -167,13 +176,15 @@ class Healer:
 
     def _report_lost(self, rollout_id: str, lost: set[str]) -> None:
         """Say that the rollout has lost something, once for each time that the server came back."""
-        if rollout_id not in lost:
+        if rollout_id in lost:
+            return
+        lost.add(rollout_id)
+        if len(lost) <= _MOST_NAMED:
             logger.error(
                 "Rollout %s: %s came back without steps that were acknowledged; the rollout is incomplete.",
                 rollout_id,
                 self._server,
             )
-            lost.add(rollout_id)
 
     async def _verify(
         self, send: Send, run_id: str, owns: Owns, lost_by: Collection[str] | None, lost: set[str]

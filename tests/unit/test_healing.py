@@ -248,6 +248,22 @@ async def test_a_server_that_knows_none_of_what_was_safe_is_asked_for_all_of_it(
     assert [run_id for run_id, _ in worker.healer.recent.newest()] == [NEW]
 
 
+@pytest.mark.parametrize(("lost", "named", "more"), [(20, 20, None), (23, 20, 3)])
+async def test_of_very_many_rollouts_that_lost_something_the_log_names_some_and_counts_the_rest(
+    worker: Worker, caplog: pytest.LogCaptureFixture, lost: int, named: int, more: int | None
+) -> None:
+    for number in range(lost):
+        worker.attempts.note(f"r{number}", Reply("OK", ATTEMPT, 1, 1, (), OLD))
+    worker.healer.recent.watch(rollout_key("run", "r0"), Subject("r0"), OLD)
+    worker.answer = lambda _: ok("LOST", 1, LATER_ATTEMPT)
+    await worker.heal()
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum(message.startswith("Rollout r") for message in messages) == named
+    assert [message.partition("without ")[2] for message in messages if "more" in message] == (
+        [f"steps of {more} more rollouts, which are incomplete too."] if more else []
+    )
+
+
 async def test_verifying_goes_in_batches(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(healing, "_VERIFIED_AT_ONCE", 2)
     for number in range(5):
