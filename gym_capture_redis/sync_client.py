@@ -163,11 +163,10 @@ class _Node:
         try_until = time.monotonic() + try_s
         link = self._take() or within(try_until, partial(self._open, try_until), undo=SyncLink.close)
         try:
-            groups = grouped(in_order(jobs), one_key=self._one_key)
+            waiting = [job for job in jobs if job.may_be_sent()]
+            groups = grouped(in_order(waiting), one_key=self._one_key)
             commands = [words for group in groups for words in commands_of(group, link.dialect)]
             writes = any(group[0].call.step.writes for group in groups)
-            for job in jobs:
-                job.sent = True
             answers, confirmed = link.pipeline(
                 commands, deadline=try_until, confirm_s=try_s / 2 if writes else None
             )

@@ -32,7 +32,8 @@ class Sent:
 class Job:
     """Steps of one thread, sent together and in this order; ``deadline`` is in ``time.monotonic``.
 
-    ``sent``: some of it may have reached a server.
+    ``sent``: some of it may have reached a server. Whoever sends it and the thread that leaves it agree on
+    that: it is sent or left, never both.
     """
 
     def __init__(self, calls: Sequence[Call], *, by_source: bool, asking: bool, deadline: float) -> None:
@@ -42,6 +43,18 @@ class Job:
         self.woken = threading.Event()
         self.has_turn = False
         self.sent = False
+        self._settled = threading.Lock()  # by the first who takes it, for good
+
+    def may_be_sent(self) -> bool:
+        """Whether its thread still waits for it; then it counts as sent."""
+        if self._settled.acquire(blocking=False):
+            self.sent = True
+        return self.sent
+
+    def leave(self) -> None:
+        """Nobody waits for it any more: unless it is being sent by now, it never is."""
+        if not self._settled.acquire(blocking=False):
+            self.sent = True  # or about to be
 
     def fail(self, error: Exception) -> None:
         """Give every step of it this answer."""
@@ -95,6 +108,8 @@ class Turns:
         with self._lock:
             if job in self._waiting:
                 self._waiting.remove(job)
+        if not job.has_turn:
+            job.leave()
 
     def _take_turn(self, job: Job) -> None:
         batch = [job]

@@ -29,7 +29,7 @@ from gym_capture_redis.errors import (
     CorruptRecordError,
     DurabilityError,
 )
-from gym_capture_redis.keys import rollout_key
+from gym_capture_redis.keys import new_name, rollout_key
 from gym_capture_redis.scripts import Reply
 from gym_capture_redis.settings import SinkSettings
 from gym_capture_redis.subject import Subject
@@ -354,6 +354,45 @@ def test_many_threads_get_their_own_answers_and_few_connections_stay(
     )
     client.close()
     wait_until(lambda: connections_of(valkey9) == before, "none is left", timeout_s=PATIENCE_S)
+
+
+def test_what_an_error_says_was_not_sent_is_not_sent_later(
+    valkey9: RealServer, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(valkey9.url, namespace, connections=1)
+    client.begin("warm")  # the server knows the script
+    node = client._of_this_process().node_of(b"", 0.0)
+    connecting, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    take = node._take
+
+    def take_late() -> Any:
+        connecting.release()
+        assert go_on.acquire(timeout=PATIENCE_S)
+        return take()
+
+    def announce(rollout: str, timeout_s: float = PATIENCE_S) -> str:
+        call = scripts.begin(client.key(rollout), "c", new_incarnation=new_name())
+        deadline = time.monotonic() + timeout_s
+        return client.run_joined([call], Subject(rollout, "c"), deadline=deadline)[0].code
+
+    monkeypatch.setattr(node, "_take", take_late)
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(announce, "first")
+        assert connecting.acquire(timeout=PATIENCE_S)
+        second = threads.submit(announce, "second")
+        wait_until(lambda: len(node._turns._waiting) == 1, "the second waits", timeout_s=PATIENCE_S)
+        late = threads.submit(announce, "late", 1.0)
+        wait_until(lambda: len(node._turns._waiting) == 2, "both wait", timeout_s=PATIENCE_S)
+        go_on.release()
+        assert connecting.acquire(timeout=PATIENCE_S)  # the second, with the other in its company
+        error = late.exception(PATIENCE_S)
+        assert isinstance(error, BackendUnavailableError)
+        go_on.release()
+        assert [first.result(), second.result()] == ["OK", "OK"]
+    monkeypatch.undo()
+    assert str(error).endswith("was not sent, nothing changed")
+    assert client.peek("late").code == "ABSENT"
+    client.close()
 
 
 def test_closing_while_threads_work_fails_none_of_them(valkey9: RealServer, namespace: str) -> None:
