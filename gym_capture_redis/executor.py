@@ -57,8 +57,12 @@ class Executor:
         """Loop time at which a call that begins now has to end."""
         return asyncio.get_running_loop().time() + self._timeout_s
 
-    async def run(self, call: Call, subject: Subject, *, deadline: float, urgent: bool = False) -> Reply:
+    async def run(
+        self, call: Call, subject: Subject, *, deadline: float, urgent: bool = False, sent: bool = False
+    ) -> Reply:
         """Run one step, sending it again until it is answered or ``deadline`` has passed.
+
+        ``sent``: another step that may have changed something has been sent for the same caller before.
 
         Raises:
             BackendUnavailableError: no answer in time; the step may or may not have been applied.
@@ -78,7 +82,8 @@ class Executor:
                 jobs.append(job)
                 answer = await _until(deadline, job.reply)
             except TimeoutError as error:
-                raise self._failures.no_answer(subject, backoff.last, error, sent=any_sent(jobs)) from None
+                sent = sent or any_sent(jobs)
+                raise self._failures.no_answer(subject, backoff.last, error, sent=sent) from None
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
                 if is_unknown_script(error) and not by_source:
                     by_source = True
@@ -93,7 +98,7 @@ class Executor:
                 return answer
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
-                raise self._failures.no_answer(subject, backoff.last, sent=any_sent(jobs))
+                raise self._failures.no_answer(subject, backoff.last, sent=sent or any_sent(jobs))
             await asyncio.sleep(min(pause_s, left_s))
 
     def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply, asked_at_s: float) -> None:

@@ -69,18 +69,19 @@ class Failures:
                 f"replicas={self._replicas} was not confirmed within {self._timeout_s:g} s; a failure of the "
                 "server could still undo it. Repeating it is safe"
             )
-        elif isinstance(last, NotSettledError):
-            error = BackendUnavailableError(
-                f"{self._server} was started or promoted a moment ago, and workers may still be putting back "
-                f"what it forgot; nothing changed on {subject}, try again in {last.left_s:.1f} s"
-            )
         else:
-            why = f" (last: {explain(last)})" if last is not None else ""
             if sent:
                 known = f"the step on {subject} may or may not have been applied, and repeating it is safe"
             else:
                 known = f"the step on {subject} was not sent, nothing changed"
-            error = BackendUnavailableError(f"{what} within {self._timeout_s:g} s{why}; {known}")
+            if isinstance(last, NotSettledError):
+                error = BackendUnavailableError(
+                    f"{self._server} was started or promoted a moment ago, and workers may still be putting "
+                    f"back what it forgot; {known}; try again in {last.left_s:.1f} s"
+                )
+            else:
+                why = f" (last: {explain(last)})" if last is not None else ""
+                error = BackendUnavailableError(f"{what} within {self._timeout_s:g} s{why}; {known}")
         error.rollout_id, error.model_call_id = subject.rollout_id, subject.model_call_id
         error.__cause__ = last or cause
         return error

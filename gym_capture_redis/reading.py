@@ -64,6 +64,7 @@ class RolloutReader:
         """
         subject = Subject(rollout_id)
         deadline = self._executor.deadline()
+        sent = False
         while True:
             call = scripts.freeze(
                 key,
@@ -71,7 +72,8 @@ class RolloutReader:
                 new_snapshot_id=new_name(),
                 max_bytes=self._chunk_bytes,
             )
-            reply = await self._executor.run(call, subject, deadline=deadline)
+            reply = await self._executor.run(call, subject, deadline=deadline, sent=sent)
+            sent = True
             if reply.code != "OK":
                 raise_refusal(reply, subject)
             frozen = scripts.Frozen.parse(reply)
@@ -103,7 +105,7 @@ class RolloutReader:
                 max_bytes=self._chunk_bytes,
             )
             # The next chunk is on its way while this one is decoded.
-            reading = asyncio.create_task(self._executor.run(call, subject, deadline=deadline))
+            reading = asyncio.create_task(self._executor.run(call, subject, deadline=deadline, sent=True))
             try:
                 await self._decode(partial(assembly.add, chunk), frozen.facts, subject, deadline)
                 reply = await reading

@@ -50,5 +50,5 @@ class Writer(Endpoint[SettingsT]):
                 reason="lost",
                 mark_id=new_mark_id(),
             )
-            await executor.run(call, subject, deadline=deadline, urgent=True)
+            await executor.run(call, subject, deadline=deadline, urgent=True, sent=True)
         self._attempts.note(subject.rollout_id, reply, kind + (subject.model_call_id or "").encode())

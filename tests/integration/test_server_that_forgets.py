@@ -13,8 +13,9 @@ from support.forgetting import aof_size, come_back_empty, come_back_short, resta
 from support.sample_entries import sample_entry
 from support.servers import RealServer
 
-from gym_capture_redis import scripts
+from gym_capture_redis import scripts, writer
 from gym_capture_redis.errors import BackendUnavailableError, TokenCaptureRetiredError
+from gym_capture_redis.keys import new_mark_id
 from gym_capture_redis.protocols import IncompleteCode
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
@@ -124,6 +125,25 @@ async def test_what_was_safe_long_ago_and_is_gone_all_the_same_is_marked_by_the_
         await late(sink)
     assert await reasons(server) == [(IncompleteCode.LOST_STEPS, "")]
     assert any("Rollout r" in message for message in errors_in(caplog))
+
+
+async def test_a_step_whose_loss_could_not_be_marked_is_not_said_to_be_unsent(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill_before_the_mark() -> str:
+        server.kill()
+        return new_mark_id()
+
+    async with RedisTokenSink(server.url, namespace="run", timeout_s=1.0, settle_s=0.01) as sink:
+        await capture(sink, "first")
+        size = await asyncio.to_thread(aof_size, server)
+        await capture(sink, "second")
+        await asyncio.sleep(0.02)
+        await sink.begin_call("other", "call")  # an answer that is later than settle_s
+        await asyncio.to_thread(come_back_short, server, size)
+        monkeypatch.setattr(writer, "new_mark_id", kill_before_the_mark)
+        with pytest.raises(BackendUnavailableError, match="may or may not have been applied"):
+            await sink.put(sample_entry("r", "third"))
 
 
 @pytest.mark.parametrize("delete_first", [True, False])

@@ -6,10 +6,14 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.sample_entries import sample_entry
+from support.servers import RealServer
 
+from gym_capture_redis import scripts
+from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
@@ -86,3 +90,26 @@ async def test_a_put_ends_when_its_server_has_gone_with_its_socket(tmp_path: Pat
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BackendUnavailableError):
                 await sink.put(sample_entry())
+
+
+async def test_a_freeze_that_ends_while_it_reads_is_not_said_to_have_changed_nothing(
+    valkey9: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = scripts.read
+
+    async def is_as_before(_: Link) -> bool:
+        return False  # as the first answer after a while may tell
+
+    def read_too_late(*args: Any, **names: Any) -> scripts.Call:
+        server.kill()
+        return read(*args, **names)
+
+    with RealServer(valkey9.binary) as server:
+        async with RedisTokenSink(server.url) as sink:
+            await sink.put(sample_entry("rollout", "first"))
+            await sink.put(sample_entry("rollout", "second"))
+            async with RedisTokenSource(server.url, timeout_s=1.0, settle_s=0.05, chunk_bytes=1) as source:
+                monkeypatch.setattr(scripts, "read", read_too_late)
+                monkeypatch.setattr(Link, "is_as_before", is_as_before)
+                with pytest.raises(BackendUnavailableError, match="may or may not have been applied"):
+                    await source.freeze("rollout")
