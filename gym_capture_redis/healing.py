@@ -14,7 +14,7 @@ from gym_capture_redis.attempts import AttemptMemory, Position
 from gym_capture_redis.errors import CorruptRecordError, UnsupportedFormatError
 from gym_capture_redis.faults import final_error
 from gym_capture_redis.keys import new_mark_id, new_name, rollout_key
-from gym_capture_redis.recent import STEP_BYTES, RecentStep, RecentSteps
+from gym_capture_redis.recent import STEP_BYTES, WATCHED_S, RecentStep, RecentSteps
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import WriterSettings
 from gym_capture_redis.subject import Subject
@@ -189,8 +189,13 @@ class Healer:
     async def _verify(
         self, send: Send, run_id: str, owns: Owns, lost_by: Collection[str] | None, lost: set[str]
     ) -> None:
-        """Compare how far rollouts were with what this server has of them."""
-        positions = self._attempts.on_others(run_id)
+        """Compare how far rollouts were with what this server has of them.
+
+        What nothing was heard of for a day is left alone: it may have been read and dropped, and its
+        tombstone have expired.
+        """
+        heard_since_s = time.monotonic() - WATCHED_S
+        positions = [known for known in self._attempts.on_others(run_id) if known[1].at_s >= heard_since_s]
         doubtful, safe = list[_Known](), list[_Known]()
         for start in range(0, len(positions), _VERIFIED_AT_ONCE):
             await asyncio.sleep(0)  # there may be very many, and nothing to be sent about them
@@ -222,6 +227,9 @@ class Healer:
         for (call, subject), reply in zip(calls, await _sent(send, calls), strict=True):
             if isinstance(reply, Exception):
                 continue  # unreadable, which every reader is told
+            if reply.code == "RETIRED":  # over; nothing will tell so any more once its tombstone has expired
+                self._attempts.forget(subject.rollout_id)
+                continue
             if reply.code == "LOST":
                 self._report_lost(subject.rollout_id, lost)
             self._attempts.note(subject.rollout_id, reply)

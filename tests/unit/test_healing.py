@@ -248,6 +248,28 @@ async def test_a_server_that_knows_none_of_what_was_safe_is_asked_for_all_of_it(
     assert [run_id for run_id, _ in worker.healer.recent.newest()] == [NEW]
 
 
+@pytest.mark.parametrize("durability", ["memory", "aof"])
+async def test_what_nothing_was_heard_of_for_a_day_is_not_missed(
+    durability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(durability=durability)
+    worker.did(1, "dropped since")
+    monkeypatch.setattr(healing, "WATCHED_S", 0.0)
+    worker.healer.recent.take(OLD, max_steps=1, max_bytes=1)
+    await worker.heal()
+    assert worker.sent == []
+
+
+async def test_a_rollout_that_is_over_is_not_asked_for_again(worker: Worker) -> None:
+    worker.did(1)
+    worker.answer = lambda _: ok("RETIRED", incarnation=LATER_ATTEMPT)
+    await worker.heal()
+    assert worker.steps[-1] == [(Step.VERIFY, 1)]
+    worker.sent.clear()
+    await worker.healer.heal(worker.send, "a third server", owns=lambda _: True)
+    assert worker.sent == []
+
+
 @pytest.mark.parametrize(("lost", "named", "more"), [(20, 20, None), (23, 20, 3)])
 async def test_of_very_many_rollouts_that_lost_something_the_log_names_some_and_counts_the_rest(
     worker: Worker, caplog: pytest.LogCaptureFixture, lost: int, named: int, more: int | None
