@@ -329,3 +329,9 @@ def test_what_cannot_be_used_is_said_in_clear_words(arguments: list[str], said: 
     assert said in done.stderr
     assert "secret" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_results_may_go_to_a_pipe() -> None:
+    done = run("--quick", "--json", "/dev/stdout", "--url", "unix:///missing.sock", NO_COLOR="1")
+
+    assert "unix:///missing.sock gave no answer" in done.stderr

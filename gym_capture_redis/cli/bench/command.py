@@ -155,6 +155,8 @@ def _make_sure_of(json_file: Path | None, plot: Path | None) -> None:
 
 
 def _try_file(file: Path) -> None:
+    if file.is_fifo() or file.is_char_device():
+        return  # whoever reads it would take this for all of it
     file = file.resolve()  # what is removed is no link
     is_new = not file.exists()
     file.open("ab").close()
