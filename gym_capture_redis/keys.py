@@ -29,6 +29,7 @@ import secrets
 from collections.abc import Iterable
 
 from gym_capture_redis.errors import InvalidIdentifierError
+from gym_capture_redis.plain_words import may_be_url
 
 RECORD = b"r:"
 INTENT = b"n:"
@@ -185,6 +186,8 @@ def _gym_identifier(what: str, value: object, max_length: int) -> str:
     shown = repr(value) if isinstance(value, str) else f"of type {type(value).__name__}"
     if len(shown) > 2 * MAX_NAMESPACE_LENGTH:
         shown = shown[: 2 * MAX_NAMESPACE_LENGTH] + "…"
+    if may_be_url(shown):
+        shown = "that is a URL"
     raise InvalidIdentifierError(
         f"{what} {shown} is refused: it must be 1 to {max_length} ASCII letters, digits, '.', '_' or '-'"
     )

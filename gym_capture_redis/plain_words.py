@@ -46,15 +46,23 @@ def rule_for_setting(first: Any) -> str:
 
 
 def shown(value: Any, *, text: bool) -> str:
-    """The value, if it can be no secret: numbers can, and with ``text`` text too. Else of what type it is."""
+    """The value, if it can be no secret: numbers can be shown, and with ``text`` text too, but no URL.
+
+    Else of what type it is.
+    """
     is_short = (
         value is None
         or isinstance(value, bool | float)
         or (isinstance(value, int) and value.bit_length() <= _LONGEST_BITS)
     )
-    if is_short or (text and isinstance(value, str)):
+    if is_short or (text and isinstance(value, str) and not may_be_url(value)):
         return repr(value)
     return "text" if isinstance(value, str) else f"of type {type(value).__name__}"
+
+
+def may_be_url(text: str) -> bool:
+    """Whether it may be a URL that went astray, in which a password may be."""
+    return "://" in text
 
 
 def _number(bound: Any) -> Any:

@@ -66,6 +66,12 @@ def test_a_name_may_be_as_long_as_the_limit_and_no_longer(validate: Any, longest
         validate("a" * (longest + 1))
 
 
+def test_a_url_in_place_of_a_name_is_not_shown() -> None:
+    with pytest.raises(InvalidIdentifierError) as raised:
+        keys.validate_namespace("redis://:swordfish@server")
+    assert "swordfish" not in str(raised.value)
+
+
 def test_a_refused_name_is_shown_shortened() -> None:
     with pytest.raises(InvalidIdentifierError) as refusal:
         keys.validate_rollout_id("x" * 100_000)

@@ -256,6 +256,8 @@ def test_a_password_that_is_not_percent_encoded_is_never_shown(around: str, form
         {"sentinel_password": 5_551_234},
         {"username": 5_551_234},
         {"tls": "swordfish"},
+        {"durability": "redis://:swordfish@server"},
+        {"assume_appendfsync": "redis://:swordfish@server"},
     ],
     ids=repr,
 )
