@@ -30,7 +30,7 @@ from gym_capture_redis.topology import new_topology
 
 _THREADS = 2
 _WATCH_S = 1.0
-"""How often an idle sink asks whether a server is still the one that acknowledged its newest steps."""
+_SHORTEST_WATCH_S = 0.1
 
 _INHERITED: list[dict[asyncio.AbstractEventLoop, Executor]] = []
 
@@ -48,6 +48,7 @@ class Executor:
         self._healer = healer
         self._healing = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
+        self._watch_s = watch_s(settings.settle_s)
         self._topology = new_topology(settings, self._heal)
         self._budget = ByteBudget(settings.max_inflight_bytes)
         self._threads: ThreadPoolExecutor | None = None
@@ -117,7 +118,7 @@ class Executor:
         meetings: dict[str, asyncio.Task[None]] = {}
         try:
             while (newest := healer.recent.newest()) or meetings:
-                await asyncio.sleep(_WATCH_S)
+                await asyncio.sleep(self._watch_s)
                 meetings = {run_id: meeting for run_id, meeting in meetings.items() if not meeting.done()}
                 for run_id, step in newest:
                     # Each by itself: one that stays away must not hold up what another one forgot.
@@ -227,6 +228,14 @@ class Executor:
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None
+
+
+def watch_s(settle_s: float) -> float:
+    """How often an idle writer asks whether a server is still the one that acknowledged its newest steps.
+
+    What that one's successor lacks must be back before it is ``settle_s`` old, when rollouts are frozen.
+    """
+    return min(_WATCH_S, max(_SHORTEST_WATCH_S, settle_s / 2))
 
 
 async def _until(deadline: float, reply: asyncio.Future[Reply]) -> Reply:

@@ -31,7 +31,7 @@ _BATCH_STEPS = 64
 _BATCH_BYTES = 2**20
 _VERIFIED_AT_ONCE = 512
 _SAMPLED = 16
-"""By so many of the newest rollouts that a server must know it is told whether it knows any."""
+"""By so many of the newest rollouts that a server must know it is told whether it has what it had."""
 
 _MOST_NAMED = 20
 """Rollouts that the log names each time that a server came back: it may have forgotten all of the day."""
@@ -202,7 +202,7 @@ class Healer:
             for known in positions[start : start + _VERIFIED_AT_ONCE]:
                 if lost_by is None or known[1].run_id in lost_by:
                     (doubtful if self._may_be_lost(known[1]) else safe).append(known)
-        if safe and not await self._has_any(send, run_id, owns, safe):
+        if safe and not await self._has_kept(send, run_id, owns, safe):
             doubtful += safe
         for start in range(0, len(doubtful), _VERIFIED_AT_ONCE):
             await asyncio.sleep(0)
@@ -235,18 +235,23 @@ class Healer:
             self._attempts.note(subject.rollout_id, reply)
             self.recent.watch(call.key, subject, reply.run_id)
 
-    async def _has_any(self, send: Send, run_id: str, owns: Owns, safe: Sequence[_Known]) -> bool:
-        """Whether this server has any of what no restart can have lost; if not, its files are gone."""
-        here = ((self._key(rollout_id), rollout_id, position) for rollout_id, position in reversed(safe))
-        newest = list(islice((each for each in here if owns(each[0])), _SAMPLED))
+    async def _has_kept(self, send: Send, run_id: str, owns: Owns, safe: Sequence[_Known]) -> bool:
+        """Whether this server has what no restart can have lost; if not, its files are gone, or older ones.
+
+        A rollout that is not there may have been deleted: only if all are missing it was the server.
+        """
+        every = ((self._key(rollout_id), rollout_id, position) for rollout_id, position in reversed(safe))
+        newest = list(islice((each for each in every if owns(each[0])), _SAMPLED))
         calls = [(scripts.peek(key), Subject(rollout_id)) for key, rollout_id, _ in newest]
         for call, subject in calls[:1]:
             self.recent.watch(call.key, subject, run_id)
         replies = await _sent(send, calls)
-        return any(
-            isinstance(reply, Exception) or reply.incarnation == position.incarnation
+        here = [
+            isinstance(reply, Exception) or reply.seq >= position.seq
             for (_, _, position), reply in zip(newest, replies, strict=True)
-        )
+            if isinstance(reply, Exception) or reply.incarnation == position.incarnation
+        ]
+        return bool(here) and all(here)
 
     def _may_be_lost(self, position: Position) -> bool:
         """Whether the server that acknowledged a rollout's newest step may have ended before it was safe."""

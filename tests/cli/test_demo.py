@@ -236,14 +236,8 @@ def test_the_help_teaches() -> None:
     assert "looks complete" in demo.stdout
 
 
-def test_the_version_is_printed() -> None:
-    assert run("--version").stdout == f"gym-capture-redis {gym_capture_redis.__version__}\n"
-
-
-def test_without_the_extra_one_line_says_what_to_install() -> None:
-    program = "import sys; sys.modules['typer'] = None; from gym_capture_redis.cli import main; main()"
-
-    done = subprocess.run(
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -251,6 +245,16 @@ def test_without_the_extra_one_line_says_what_to_install() -> None:
         check=False,
         env=environment(),
     )
+
+
+def test_the_version_is_printed() -> None:
+    assert run("--version").stdout == f"gym-capture-redis {gym_capture_redis.__version__}\n"
+
+
+def test_without_the_extra_one_line_says_what_to_install() -> None:
+    program = "import sys; sys.modules['typer'] = None; from gym_capture_redis.cli import main; main()"
+
+    done = run_program(program)
 
     assert done.returncode == 2
     assert done.stderr == (
@@ -270,14 +274,7 @@ from gym_capture_redis.cli import main
 main()
 """
 
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=environment(),
-    )
+    done = run_program(program)
 
     assert done.returncode == 130
     assert done.stderr == ""

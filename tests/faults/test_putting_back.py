@@ -259,6 +259,23 @@ async def test_a_worker_that_did_nothing_for_long_notices_a_server_that_comes_ba
             assert (reasons(snapshot), calls(snapshot)) == ([(IncompleteCode.LOST_STEPS, "")], there)
 
 
+@pytest.mark.parametrize("durability", ["memory", "aof", "fsync"])
+async def test_a_worker_that_did_nothing_for_long_notices_that_an_older_file_is_back(
+    server: RealServer, new_worker: NewWorker, durability: str
+) -> None:
+    server.kill()
+    server.config |= {"appendfsync": "always" if durability == "fsync" else "everysec"}
+    server.start()
+    worker = new_worker(durability=durability, settle_s=LONG_AGO_S)
+    await capture(worker, "first")
+    size = aof_size(server)
+    await capture(worker, "second")
+    await until_nothing_is_kept(worker)
+    await asyncio.to_thread(come_back_short, server, size)
+    await until(server, lambda fields: parse_state(fields[FIELD])["seq"] == b"4")
+    assert reasons(await frozen(server)) == [(IncompleteCode.LOST_STEPS, "")]
+
+
 async def test_a_worker_that_did_nothing_for_long_has_nothing_to_say_of_a_server_that_lost_nothing(
     server: RealServer, new_worker: NewWorker, caplog: pytest.LogCaptureFixture
 ) -> None:

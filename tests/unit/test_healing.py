@@ -58,7 +58,7 @@ class Worker:
 
 def seq_of(call: Call) -> int:
     if call.step is Step.PEEK:
-        return 0
+        return 1
     return int(call.args[0] if call.healing else call.args[2])
 
 
@@ -219,11 +219,22 @@ async def test_rollouts_that_were_safe_long_ago_are_verified_only_where_nothing_
 
 
 @pytest.mark.parametrize("durability", ["aof", "fsync"])
-@pytest.mark.parametrize("known", [None, "r0", "r29"])
-async def test_a_server_that_knows_none_of_what_was_safe_is_asked_for_all_of_it(
-    durability: str, known: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("known", "asks_for_all"),
+    [
+        ({}, True),
+        ({"r0": 1}, True),
+        ({"r29": 1}, False),
+        ({"r29": 7}, False),
+        ({"r29": 0}, True),
+        ({"r29": 1, "r28": 0}, True),
+        ({"r29": 1, "r0": 0}, False),
+    ],
+)
+async def test_a_server_that_lacks_what_was_safe_is_asked_for_all_of_it(
+    durability: str, known: dict[str, int], asks_for_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the newest: in a file that was cut short, or is of another day, they are missing."""
+    """By the newest: if its files are gone, or of another day, they are missing, or short of steps."""
     now_s = [1_000.0]
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     worker = Worker(durability=durability)
@@ -235,16 +246,17 @@ async def test_a_server_that_knows_none_of_what_was_safe_is_asked_for_all_of_it(
     worker.healer.recent.note(peek, Subject("r0"), Reply("OK", ATTEMPT, 1, 1, (), OLD), asked_at_s=now_s[0])
 
     def answer(call: Call) -> Reply:
-        is_there = known is not None and call.key == rollout_key("run", known)
-        return ok("OK", 1, ATTEMPT) if is_there else ok("LOST" if call.step is Step.VERIFY else "OK", 1, "")
+        for rollout, seq in known.items():
+            if call.key == rollout_key("run", rollout):
+                return ok("OK", seq, ATTEMPT)
+        return ok("LOST" if call.step is Step.VERIFY else "OK", 1, "")
 
     worker.answer = answer
     await worker.heal()
     asked = [call.key for batch in worker.sent for call in batch if call.step is Step.PEEK]
     assert asked == [rollout_key("run", rollout) for rollout in rollouts[:-17:-1]]
     verified = [call.key for batch in worker.sent for call in batch if call.step is Step.VERIFY]
-    expected = [] if known == "r29" else [rollout_key("run", rollout) for rollout in rollouts]
-    assert verified == expected
+    assert verified == ([rollout_key("run", rollout) for rollout in rollouts] if asks_for_all else [])
     assert [run_id for run_id, _ in worker.healer.recent.newest()] == [NEW]
 
 
