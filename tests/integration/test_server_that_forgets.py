@@ -15,6 +15,7 @@ from support.servers import RealServer
 
 from gym_capture_redis import scripts, writer
 from gym_capture_redis.errors import BackendUnavailableError, TokenCaptureRetiredError
+from gym_capture_redis.healing import Healer
 from gym_capture_redis.keys import new_mark_id
 from gym_capture_redis.protocols import IncompleteCode
 from gym_capture_redis.sink import RedisTokenSink
@@ -113,6 +114,17 @@ async def test_steps_that_are_not_kept_any_more_are_noticed_by_their_number(
     assert errors_in(caplog) == []  # another worker may still put them back
 
 
+@pytest.fixture
+def newest_rollouts_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that meeting the server shows nothing of the older ones."""
+
+    async def has_kept(*_: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(Healer, "_has_kept", has_kept)
+
+
+@pytest.mark.usefixtures("newest_rollouts_are_there")
 @pytest.mark.parametrize("late", [begin_and_put, put_unannounced])
 async def test_what_was_safe_long_ago_and_is_gone_all_the_same_is_marked_by_the_next_step(
     server: RealServer, caplog: pytest.LogCaptureFixture, late: Step
@@ -127,6 +139,7 @@ async def test_what_was_safe_long_ago_and_is_gone_all_the_same_is_marked_by_the_
     assert any("Rollout r" in message for message in errors_in(caplog))
 
 
+@pytest.mark.usefixtures("newest_rollouts_are_there")
 async def test_a_step_whose_loss_could_not_be_marked_is_not_said_to_be_unsent(
     server: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
