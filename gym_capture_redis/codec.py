@@ -31,6 +31,7 @@ from gym_capture_redis.packing import (
     unpack_log_probs,
 )
 from gym_capture_redis.parts import PartStore, named
+from gym_capture_redis.plain_words import broken_rule
 from gym_capture_redis.records import SCHEMA_VERSION
 from gym_capture_redis.small_fields import OMITTED_VALUES, canonical_json, omitted_by
 from gym_capture_redis.taking import EMPTY_ARRAYS, TakenEntry, name_of, reason_of, take
@@ -378,7 +379,5 @@ def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str
         if fields.get("schema_version", 0) > SCHEMA_VERSION:
             raise _newer_schema(fields, about) from None
         raise CorruptRecordError(
-            f"the stored record is intact but not valid: {error.errors(include_input=False)[0]['msg']} "
-            f"({name_of(about)})",
-            **about,
+            f"the stored record is intact but not valid: {broken_rule(error)} ({name_of(about)})", **about
         ) from None

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError
-from gym_capture_redis.failures import Failures, any_sent
+from gym_capture_redis.failures import Failures
 from gym_capture_redis.faults import is_transient, is_unknown_script
 from gym_capture_redis.healing import Healer, Owns
 from gym_capture_redis.inflight import ByteBudget, Hold
@@ -66,7 +66,7 @@ class Executor:
         ``sent``: another step that may have changed something has been sent for the same caller before.
 
         Raises:
-            BackendUnavailableError: no answer in time; the step may or may not have been applied.
+            BackendUnavailableError: no answer in time; says whether the step may have been applied.
             DurabilityError: applied, but not confirmed in time as durable as promised.
             CaptureError: what the server's refusal means (see ``faults.final_error``).
 
@@ -83,7 +83,7 @@ class Executor:
                 jobs.append(job)
                 answer = await _until(deadline, job.reply)
             except TimeoutError as error:
-                sent = sent or any_sent(jobs)
+                sent = sent or any(job.sent for job in jobs)
                 raise self._failures.no_answer(subject, backoff.last, error, sent=sent) from None
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
                 if is_unknown_script(error) and not by_source:
@@ -99,7 +99,8 @@ class Executor:
                 return answer
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:  # a step that fails at once never meets its deadline otherwise
-                raise self._failures.no_answer(subject, backoff.last, sent=sent or any_sent(jobs))
+                sent = sent or any(job.sent for job in jobs)
+                raise self._failures.no_answer(subject, backoff.last, sent=sent)
             await asyncio.sleep(min(pause_s, left_s))
 
     def _note(self, healer: Healer, call: Call, subject: Subject, reply: Reply, asked_at_s: float) -> None:

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
-
 from gym_capture_redis.errors import BackendUnavailableError, CaptureError, DurabilityError
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError, explain, final_error
 from gym_capture_redis.settings import ServerSettings
 from gym_capture_redis.subject import Subject
-
-
-class _Attempt(Protocol):
-    """One attempt to get a step done."""
-
-    @property
-    def sent(self) -> bool:
-        """Whether some of it may have reached a server."""
-
-
-def any_sent(attempts: Iterable[_Attempt]) -> bool:
-    """Whether a step may have been applied by any of the attempts."""
-    return any(attempt.sent for attempt in attempts)
 
 
 class Failures:
@@ -49,7 +33,7 @@ class Failures:
     ) -> CaptureError:
         """For a step that no server answered in time. ``last`` is what the newest attempt met.
 
-        ``sent``: see ``any_sent``.
+        ``sent``: some of it may have reached a server, in any attempt.
         """
         return self.too_late(f"{self._server} gave no answer", subject, last, cause, sent=sent)
 

@@ -195,13 +195,14 @@ class Healer:
         tombstone have expired.
         """
         heard_since_s = time.monotonic() - WATCHED_S
-        positions = [known for known in self._attempts.on_others(run_id) if known[1].at_s >= heard_since_s]
+        positions = self._attempts.on_others(run_id)
         doubtful, safe = list[_Known](), list[_Known]()
         for start in range(0, len(positions), _VERIFIED_AT_ONCE):
             await asyncio.sleep(0)  # there may be very many, and nothing to be sent about them
             for known in positions[start : start + _VERIFIED_AT_ONCE]:
-                if lost_by is None or known[1].run_id in lost_by:
-                    (doubtful if self._may_be_lost(known[1]) else safe).append(known)
+                _, position = known
+                if position.at_s >= heard_since_s and (lost_by is None or position.run_id in lost_by):
+                    (doubtful if self._may_be_lost(position) else safe).append(known)
         if safe and not await self._has_kept(send, run_id, owns, safe):
             doubtful += safe
         for start in range(0, len(doubtful), _VERIFIED_AT_ONCE):
@@ -243,9 +244,10 @@ class Healer:
         every = ((self._key(rollout_id), rollout_id, position) for rollout_id, position in reversed(safe))
         newest = list(islice((each for each in every if owns(each[0])), _SAMPLED))
         calls = [(scripts.peek(key), Subject(rollout_id)) for key, rollout_id, _ in newest]
-        for call, subject in calls[:1]:
-            self.recent.watch(call.key, subject, run_id)
         replies = await _sent(send, calls)
+        if newest:  # though none of them may have to be verified
+            key, rollout_id, _ = newest[0]
+            self.recent.watch(key, Subject(rollout_id), run_id)
         here = [
             isinstance(reply, Exception) or reply.seq >= position.seq
             for (_, _, position), reply in zip(newest, replies, strict=True)

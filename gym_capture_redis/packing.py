@@ -166,7 +166,7 @@ def _narrowest(types: tuple[str, ...], bits: int) -> str:
 
 def _narrowed(numbers: Array, name: str) -> bytes:
     if name != "u3":
-        return numbers.astype("<" + name).tobytes()
+        return numbers.astype(_STORED[name]).tobytes()
     return _first_bytes(numbers.astype(_NARROW_IDS, copy=False).tobytes(), 3)
 
 

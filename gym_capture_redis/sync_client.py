@@ -18,7 +18,7 @@ from redis import exceptions as redis_errors
 
 from gym_capture_redis.batches import answers_of, commands_of, grouped
 from gym_capture_redis.connection import EmbeddedLease
-from gym_capture_redis.failures import Failures, any_sent
+from gym_capture_redis.failures import Failures
 from gym_capture_redis.faults import NotConfirmedError, is_transient, is_unknown_script
 from gym_capture_redis.retry import Backoff, attempt_s
 from gym_capture_redis.scripts import Call, Reply, again
@@ -48,7 +48,7 @@ class SyncClient:
         """Run one step, sending it again until it is answered or ``deadline`` has passed.
 
         Raises:
-            BackendUnavailableError: no answer in time; the step may or may not have been applied.
+            BackendUnavailableError: no answer in time; says whether the step may have been applied.
             DurabilityError: applied, but not confirmed in time as durable as promised.
             CaptureError: what the server's refusal means (see ``faults.final_error``).
 
@@ -84,7 +84,8 @@ class SyncClient:
                     # That the deadline cut an attempt short says less than what the one before it met.
                     cut_short = isinstance(error, redis_errors.TimeoutError)
                     last = backoff.last if cut_short and backoff.last else error
-                    raise self._failures.no_answer(subject, last, sent=any_sent(jobs)) from last
+                    sent = any(job.sent for job in jobs)
+                    raise self._failures.no_answer(subject, last, sent=sent) from last
                 redirected = servers.learn(error, node) if node is not None else None
                 pause_s, calls = backoff.after(error), [again(call) for call in calls]
             time.sleep(min(pause_s, left_s))

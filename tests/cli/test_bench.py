@@ -8,15 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.polling import wait_until
 from support.servers import RealServer
 
 import gym_capture_redis
-from gym_capture_redis import RedisTokenSink
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -218,14 +217,8 @@ def test_goals_of_other_sections_are_left_out(valkey9: RealServer, tmp_path: Pat
     assert len(json.loads(json_file.read_text())["goals"]) == len(GOALS)
 
 
-async def test_an_embedded_server_that_has_data_is_waited_for(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    url = f"embedded:{tmp_path_factory.mktemp('t')}"
-    async with RedisTokenSink(url, namespace="before") as sink:
-        await sink.begin_call("rollout", "call")
-
-    done = run(*TINY, "--url", url, "--only", "growth")
+def test_an_embedded_server_that_has_data_is_waited_for(used_embedded_url: str) -> None:
+    done = run(*TINY, "--url", used_embedded_url, "--only", "growth")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("Waiting up to 5 s: the server was started or promoted a moment ago")
@@ -275,9 +268,7 @@ def test_an_interrupted_run_removes_what_it_wrote(
         env=environment(TMPDIR=str(tmp_path)),
         start_new_session=True,
     ) as process:
-        deadline = time.monotonic() + 60
-        while not keys_of_the_benchmark(valkey9) and time.monotonic() < deadline:
-            time.sleep(0.01)  # polling for its first keys, bounded by the deadline
+        wait_until(lambda: bool(keys_of_the_benchmark(valkey9)), "it wrote its first keys", timeout_s=60)
         if with_signal is signal.SIGINT:  # a terminal sends it to the whole group
             os.killpg(process.pid, with_signal)
         else:

@@ -7,15 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import redis
+from support.polling import wait_until
 from support.servers import RealServer
 
 import gym_capture_redis
-from gym_capture_redis import RedisTokenSink
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -137,14 +136,8 @@ def test_kept_rollouts_can_be_read_afterwards(valkey9: RealServer, namespace: st
     assert len(kept) == 4
 
 
-async def test_an_embedded_server_that_has_data_is_waited_for(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    url = f"embedded:{tmp_path_factory.mktemp('t')}"
-    async with RedisTokenSink(url, namespace="before") as sink:
-        await sink.begin_call("rollout", "call")
-
-    done = run("demo", "--url", url, "--rollouts", "4", "--workers", "2")
+def test_an_embedded_server_that_has_data_is_waited_for(used_embedded_url: str) -> None:
+    done = run("demo", "--url", used_embedded_url, "--rollouts", "4", "--workers", "2")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("Waiting up to 5 s: the server was started or promoted a moment ago")
@@ -182,10 +175,7 @@ def test_no_process_outlives_an_interrupted_demo(
     for line in demo.stdout:
         if line.startswith("Serving calls"):
             break
-    deadline = time.monotonic() + 20
-    while len(processes_of(marker)) <= 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(processes_of(marker)) > 2
+    wait_until(lambda: len(processes_of(marker)) > 2, "its workers run", timeout_s=20)
 
     demo.send_signal(signal_number)
     _, said = demo.communicate(timeout=60)
@@ -196,10 +186,7 @@ def test_no_process_outlives_an_interrupted_demo(
             "gym-capture-redis demo: stopping",
             "gym-capture-redis demo: stopped; the workers are ended",
         ]
-    deadline = time.monotonic() + 20
-    while processes_of(marker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_of(marker) == []
+    wait_until(lambda: processes_of(marker) == [], "all its processes ended", timeout_s=20)
 
 
 @pytest.mark.parametrize(

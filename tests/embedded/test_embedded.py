@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.polling import wait_until
 
 import gym_capture_redis
 from gym_capture_redis.embedded import EmbeddedServer, default_directory, find_server_binary, talk
@@ -34,7 +35,7 @@ from gym_capture_redis.errors import BackendUnavailableError, ConfigurationError
 from gym_capture_redis.source import RedisTokenSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 DEADLINE_S = 30.0
 ROOT = Path(gym_capture_redis.__file__).resolve().parents[1]
@@ -55,11 +56,7 @@ server.stop()
 """
 
 
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
-        time.sleep(0.01)
+eventually = partial(wait_until, timeout_s=DEADLINE_S)
 
 
 def alive(pid: int) -> bool:

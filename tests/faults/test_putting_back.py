@@ -231,14 +231,19 @@ async def until_nothing_is_kept(worker: RedisTokenSink) -> None:
     await asyncio.to_thread(wait_until, lambda: not healer.recent.nbytes, "all is old", timeout_s=PATIENCE_S)
 
 
+def worker_at(server: RealServer, new_worker: NewWorker, durability: str) -> RedisTokenSink:
+    """A worker whose steps are soon too old to be kept, and the server as this level needs it."""
+    server.kill()
+    server.config["appendfsync"] = "always" if durability == "fsync" else "everysec"
+    server.start()
+    return new_worker(durability=durability, settle_s=LONG_AGO_S)
+
+
 @pytest.mark.parametrize("durability", ["memory", "aof", "fsync"])
 async def test_a_worker_that_did_nothing_for_long_notices_a_server_that_comes_back_empty(
     server: RealServer, new_worker: NewWorker, durability: str
 ) -> None:
-    server.kill()
-    server.config |= {"appendfsync": "always" if durability == "fsync" else "everysec"}
-    server.start()
-    worker = new_worker(durability=durability, settle_s=LONG_AGO_S)
+    worker = worker_at(server, new_worker, durability)
     for rollout in ("r", "s"):
         await capture(worker, "first", rollout=rollout)
     for _ in range(2):  # also one that was met as an empty one
@@ -263,10 +268,7 @@ async def test_a_worker_that_did_nothing_for_long_notices_a_server_that_comes_ba
 async def test_a_worker_that_did_nothing_for_long_notices_that_an_older_file_is_back(
     server: RealServer, new_worker: NewWorker, durability: str
 ) -> None:
-    server.kill()
-    server.config |= {"appendfsync": "always" if durability == "fsync" else "everysec"}
-    server.start()
-    worker = new_worker(durability=durability, settle_s=LONG_AGO_S)
+    worker = worker_at(server, new_worker, durability)
     await capture(worker, "first")
     size = aof_size(server)
     await capture(worker, "second")
