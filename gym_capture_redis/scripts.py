@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
-from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from redis.exceptions import ResponseError
@@ -19,6 +18,7 @@ from redis.exceptions import ResponseError
 from gym_capture_redis.blocks import NAME_BYTES, ROOT
 from gym_capture_redis.codec import EncodedRecord
 from gym_capture_redis.keys import BLOCK, RECORDED, new_name, refusal_row
+from gym_capture_redis.script_files import script
 
 FORMAT = 1
 """The newest storage format this version reads and writes."""
@@ -72,21 +72,15 @@ class Step(Enum):
         name, flags = self.value
         if healing:
             flags = "allow-oom"
-        folder = resources.files("gym_capture_redis") / "lua"
-        parts = [
+        first_lines = [
             "#!lua" + (f" flags={flags}" if flags else "") if dialect.flagged else f"-- {name}",
             f"local FORMAT = '{FORMAT}'",
             f"local CONFIRMED = {'true' if dialect.confirmed and self.writes else 'false'}",
-            (folder / "_rollout.lua").read_text("utf-8"),
-            "local function step()",
-            (folder / f"{name}.lua").read_text("utf-8"),
-            "end",
         ]
-        if healing:
-            kind, named = _TRACES[self]
-            parts.append(f"local KIND, NAMED = '{kind}', {named}")
-        parts.append((folder / ("_heal.lua" if healing else "_each.lua")).read_text("utf-8"))
-        return "\n".join(parts).encode()
+        if not healing:
+            return script(first_lines, name, [], runner="_each")
+        kind, named = _TRACES[self]
+        return script(first_lines, name, [f"local KIND, NAMED = '{kind}', {named}"], runner="_heal")
 
     @property
     def writes(self) -> bool:

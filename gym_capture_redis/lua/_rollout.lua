@@ -1,5 +1,6 @@
 -- What every step on a rollout shares. scripts.py puts two lines in front, which define FORMAT (the newest format
 -- this version reads) and CONFIRMED (see write_again); behind it the step itself, as a function `step`, and _each.lua.
+-- Of the functions a script gets those that it names, directly or not (script_files.py).
 --
 -- Reply of every step: {code, incarnation, seq, version, ...}, or {'ERROR', text}, whose text begins with
 -- CORRUPT, NEWER, or Redis' own WRONGTYPE. All errors come before any write.
@@ -8,7 +9,7 @@ local key, first -- of the entry at hand: its rollout, and where in ARGV its arg
 local wrote -- whether its step wrote anything
 
 local STATE_FORM = '^(%d+) ([%w-]+) (%l+) ([%w-]*) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$'
-local NO_BLOCK = string.rep('\0', 16) -- in place of a block's name
+local NO_BLOCK = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0' -- in place of a block's name
 local DIGEST_END = 33 -- where the digest ends in a call's row; it tells the content, what follows the bytes
 local MOST_STATE_BYTES = 400 -- of all words but the ends
 local MOST_MARK_IDS = 32 -- that a failure keeps, each of 16 digits and a space

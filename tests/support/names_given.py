@@ -19,7 +19,7 @@ def with_names_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def source(step: Step, dialect: Dialect, *, healing: bool = False) -> bytes:
         script: bytes = written.__wrapped__(step, dialect, healing=healing)
-        assert script.count(_TIMED) == 1
+        assert script.count(_TIMED) == (b"timed(" in script), "scripts that name nothing do without"
         return script.replace(_TIMED, b"return name")
 
     monkeypatch.setattr(Step, "source", cache(source))
