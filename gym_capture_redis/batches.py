@@ -47,6 +47,8 @@ def grouped(batch: Sequence[ToSendT], *, one_key: bool) -> list[list[ToSendT]]:
 
     With ``one_key`` each script call is about one rollout, as in a Cluster, where others are in other slots.
     """
+    if len(batch) == 1:
+        return [list(batch)]
     groups: dict[object, list[ToSendT]] = {}
     for number, each in enumerate(batch):
         call = each.call

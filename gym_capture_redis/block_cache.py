@@ -40,7 +40,7 @@ class _Rollout:
         self.stored.update(sequence.names[known:])
         if sequence.names and not any(kept.goes_on_from(sequence) for kept in self.sequences):
             others = [kept for kept in self.sequences if kept not in earlier]
-            self.sequences = (sequence.without_tail(), *others)[:MAX_BRANCHES]
+            self.sequences = (sequence.without_tail, *others)[:MAX_BRANCHES]
             self.sequence_bytes = sum([kept.ids.nbytes + 8 * len(kept.names) for kept in self.sequences])
 
 

@@ -83,6 +83,7 @@ class TokenSequence:
             values = [*map(_block_value, parents, packed), *self.values]
         return list(zip(self.names[index:], values, strict=True))
 
+    @cached_property
     def without_tail(self) -> TokenSequence:
         """Its full blocks, without their values: what is worth keeping for the calls that go on from it."""
         raw = self.ids[: len(self.names) * BLOCK_IDS].tobytes()

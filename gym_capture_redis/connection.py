@@ -96,6 +96,12 @@ class Link:
         """
         await self._connection.connect()  # type: ignore[no-untyped-call]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``begin`` may be used: it leads to the same server for sure."""
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and self._idle_s() < _TRUSTED_S
+
     async def pipeline(
         self, commands: Sequence[tuple[Argument, ...]], *, confirm_s: float | None = None
     ) -> tuple[list[Any], bool]:
@@ -110,9 +116,26 @@ class Link:
                 replies is known.
 
         """
-        connection, pipeline = self._connection, Pipeline(commands, self._terms, confirm_s)
-        await connection.send_packed_command(pipeline.packed, check_health=False)
-        answers = pipeline.read([await _reply(connection) for _ in range(pipeline.count)])
+        pipeline = Pipeline(commands, self._terms, confirm_s)
+        await self._connection.send_packed_command(pipeline.packed, check_health=False)
+        return await self.finish(pipeline)
+
+    def begin(self, commands: Sequence[tuple[Argument, ...]], *, confirm_s: float | None = None) -> Pipeline:
+        """Send all commands without waiting for anything; ``finish`` waits for their replies.
+
+        Raises:
+            redis.exceptions.ConnectionError: it is not ready; nothing was sent.
+
+        """
+        if self._transport is None:
+            raise redis_errors.ConnectionError("not connected")
+        pipeline = Pipeline(commands, self._terms, confirm_s)
+        self._transport.write(pipeline.packed)
+        return pipeline
+
+    async def finish(self, pipeline: Pipeline) -> tuple[list[Any], bool]:
+        """The replies to what was begun; see ``pipeline``."""
+        answers = pipeline.read([await _reply(self._connection) for _ in range(pipeline.count)])
         self._answered_at_s = time.monotonic()
         return answers
 
@@ -127,8 +150,7 @@ class Link:
             DurabilityError, ConfigurationError: it was refused.
 
         """
-        idle_s = time.monotonic() - self._answered_at_s
-        if idle_s < _TRUSTED_S or self._settings.url.scheme == "fakeredis":
+        if self._idle_s() < _TRUSTED_S or self._settings.url.scheme == "fakeredis":
             return True
         (info, config), _ = await self.pipeline(QUESTIONS)
         before, self._terms = self._terms, self._agreed(info, config)
@@ -138,6 +160,9 @@ class Link:
         """Close the connection. Idempotent."""
         self._abort()
         await self._connection.disconnect(nowait=True)
+
+    def _idle_s(self) -> float:
+        return time.monotonic() - self._answered_at_s
 
     def _abort(self) -> None:
         """Give up what was not sent yet; closing in the ordinary way would wait for the server to take it."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, NamedTuple
 
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
@@ -27,8 +28,9 @@ from gym_capture_redis.connection import Link
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError, is_unknown_script
 from gym_capture_redis.retry import attempt_s
-from gym_capture_redis.scripts import Call, Reply, Step
+from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step
 from gym_capture_redis.settings import ConnectionSettings
+from gym_capture_redis.wire import Pipeline
 
 MIN_SHARE_CALLS = 8
 
@@ -77,6 +79,32 @@ class Job:
         self.call = _NOTHING
 
 
+class _Begun(NamedTuple):
+    """One step that was sent, and what its reply will come over."""
+
+    job: Job
+    sending: Sending
+    link: Link
+    pipeline: Pipeline
+
+    async def finish(self) -> None:
+        answers, confirmed = await self.link.finish(self.pipeline)
+        self.sending.answer(answers, self.link.run_id, confirmed=confirmed)
+
+
+@dataclass(eq=False)
+class _Lane:
+    """A lane: its connection, which is closed when ``renewals`` counts up, and what it waits for.
+
+    ``begun`` was sent over the connection while the lane was waiting, and now waits for its reply.
+    """
+
+    renewals: int
+    link: Link | None = None
+    arrival: asyncio.Future[None] | None = None
+    begun: _Begun | None = None
+
+
 class Lanes:
     """``count`` lanes that share a queue. They begin with the first job."""
 
@@ -87,7 +115,7 @@ class Lanes:
         self._count = count
         self._name = name
         self._jobs: deque[Job] = deque()
-        self._idle: deque[asyncio.Future[None]] = deque()
+        self._idle: deque[_Lane] = deque()
         self._sending = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._renewals = 0
@@ -117,8 +145,9 @@ class Lanes:
         job = Job(call, by_source, asking, deadline, reply)
         # A caller that left may leave megabytes behind, until a lane comes across its job.
         reply.add_done_callback(job.let_go)
-        self._jobs.append(job)
-        self._wake_one()
+        if not self._begin_alone(job):
+            self._jobs.append(job)
+            self._wake_one()
         return job
 
     def renew(self) -> None:
@@ -135,55 +164,80 @@ class Lanes:
         self._jobs.clear()
 
     async def _run(self) -> None:
-        link: Link | None = None
-        renewals = self._renewals
+        lane = _Lane(self._renewals)
         try:
             while True:
-                await self._some_jobs()
-                batch = self._batch()
+                await self._some_jobs(lane)
+                begun, lane.begun = lane.begun, None
+                batch = self._batch() if begun is None else [begun.job]
                 if not batch:
                     continue
-                self._sending += 1
+                self._sending += begun is None
                 try:
-                    if renewals != self._renewals:
-                        old, link, renewals = link, None, self._renewals
-                        await _close(old)
                     async with asyncio.timeout(self._attempt_s(batch)):
-                        if link is not None and not await link.is_as_before():
-                            old, link = link, None
-                            await _close(old)
-                        link = link or await self._open_link()
-                        await send(link, batch, one_key=self._one_key, confirm_s=self._attempt_s(batch) / 2)
+                        await begun.finish() if begun is not None else await self._send(lane, batch)
                 except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
                     # Their own deadlines are theirs: here only this attempt has taken too long.
                     _fail(
                         batch, NoReplyError("no reply in time") if isinstance(error, TimeoutError) else error
                     )
-                    await _close(link)
-                    link = None
+                    await _close(lane)
                 except asyncio.CancelledError:
                     _fail(batch, BackendUnavailableError("the client was closed before an answer came"))
                     raise
                 finally:
                     self._sending -= 1
         except asyncio.CancelledError:
+            if lane.begun is not None:
+                _fail(
+                    [lane.begun.job], BackendUnavailableError("the client was closed before an answer came")
+                )
             # Not in a finally: a lane whose loop is gone has nothing that it could await.
-            await _close(link)
+            await _close(lane)
             raise
+
+    async def _send(self, lane: _Lane, batch: Sequence[Job]) -> None:
+        """Send a batch over the lane's connection, or a new one if there is none that is good."""
+        if lane.renewals != self._renewals:
+            lane.renewals = self._renewals
+            await _close(lane)
+        if lane.link is not None and not await lane.link.is_as_before():
+            await _close(lane)
+        lane.link = lane.link or await self._open_link()
+        await send(lane.link, batch, one_key=self._one_key, confirm_s=self._attempt_s(batch) / 2)
+
+    def _begin_alone(self, job: Job) -> bool:
+        """Send a job at once over an idle lane, if there is nothing else under way that it could go with.
+
+        So a step alone does not wait until the lane's task has its turn.
+        """
+        if self._jobs or self._sending or not self._idle or job.call.step.needs_settled_server:
+            return False
+        lane = self._idle[0]
+        link = lane.link
+        waiting = lane.arrival is not None and not lane.arrival.done()
+        if not waiting or link is None or lane.renewals != self._renewals or not link.is_ready:
+            return False
+        sending = Sending.of([job], link.dialect, one_key=self._one_key)
+        confirm_s = sending.confirm_s(self._attempt_s([job]) / 2)
+        lane.begun = _Begun(job, sending, link, link.begin(sending.commands, confirm_s=confirm_s))
+        self._sending += 1
+        self._wake_one()
+        return True
 
     def _wake_one(self) -> None:
         while self._idle:
-            arrival = self._idle.popleft()
-            if not arrival.done():  # else its lane was cancelled
+            arrival = self._idle.popleft().arrival
+            if arrival is not None and not arrival.done():  # else its lane was cancelled
                 arrival.set_result(None)
                 return
 
-    async def _some_jobs(self) -> None:
+    async def _some_jobs(self, lane: _Lane) -> None:
         """Wait until there is a job; asyncio's queue cannot be left quietly once its loop is closed."""
-        while not self._jobs:
-            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle.append(arrival)
-            await arrival
+        while not self._jobs and lane.begun is None:
+            lane.arrival = asyncio.get_running_loop().create_future()
+            self._idle.append(lane)
+            await lane.arrival
 
     def _batch(self) -> list[Job]:
         """Take what waits, as far as it goes well together; callers that left are passed over.
@@ -213,6 +267,34 @@ def closed_error() -> BackendUnavailableError:
     return BackendUnavailableError("the client was closed meanwhile")
 
 
+class Sending(NamedTuple):
+    """Steps as one pipeline of few script calls."""
+
+    groups: list[list[Job]]
+    commands: list[tuple[Argument, ...]]
+    writing: list[bool]
+    """Of each group; later its caller may have left, and the call."""
+
+    @classmethod
+    def of(cls, batch: Sequence[Job], dialect: Dialect, *, one_key: bool) -> Sending:
+        """What to send for those whose callers still wait; it counts as sent from now on."""
+        groups = grouped([job for job in batch if not job.reply.done()], one_key=one_key)
+        commands = [words for group in groups for words in commands_of(group, dialect)]
+        for job in chain.from_iterable(groups):
+            job.sent = True
+        return cls(groups, commands, [group[0].call.step.writes for group in groups])
+
+    def confirm_s(self, most_s: float) -> float | None:
+        """How long to wait until what is written is as durable as promised; None if nothing is."""
+        return most_s if any(self.writing) else None
+
+    def answer(self, answers: Sequence[Any], run_id: str, *, confirmed: bool) -> None:
+        """Give each job its own reply."""
+        read = answers_of(self.groups, self.commands, answers, run_id)
+        for group, writes, answer in zip(self.groups, self.writing, read, strict=True):
+            _answer(group, answer, confirmed=confirmed or not writes)
+
+
 async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: float) -> None:
     """Send the batch as one pipeline of few script calls, and give each job its own reply.
 
@@ -223,15 +305,9 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: fl
     if left_s > 0:
         _fail([job for job in batch if job.call.step.needs_settled_server], NotSettledError(left_s))
     # While the connection was made some callers may have left, and their steps with them.
-    groups = grouped([job for job in batch if not job.reply.done()], one_key=one_key)
-    commands = [words for group in groups for words in commands_of(group, link.dialect)]
-    writing = [group[0].call.step.writes for group in groups]  # later its caller may have left, and the call
-    for job in chain.from_iterable(groups):
-        job.sent = True
-    answers, confirmed = await link.pipeline(commands, confirm_s=confirm_s if any(writing) else None)
-    read = answers_of(groups, commands, answers, link.run_id)
-    for group, writes, answer in zip(groups, writing, read, strict=True):
-        _answer(group, answer, confirmed=confirmed or not writes)
+    sending = Sending.of(batch, link.dialect, one_key=one_key)
+    answers, confirmed = await link.pipeline(sending.commands, confirm_s=sending.confirm_s(confirm_s))
+    sending.answer(answers, link.run_id, confirmed=confirmed)
 
 
 async def exchange(link: Link, calls: Sequence[Call], *, one_key: bool) -> list[Reply | Exception]:
@@ -280,8 +356,9 @@ def _outcome(reply: asyncio.Future[Reply]) -> Reply | Exception:
     return error if isinstance(error, Exception) else reply.result()
 
 
-async def _close(link: Link | None) -> None:
+async def _close(lane: _Lane) -> None:
     """Close a connection that failed or is not needed; replies may still be under way on it."""
+    link, lane.link = lane.link, None
     if link is not None:
         await link.close()
 

@@ -6,6 +6,7 @@ vocabularies fit three bytes.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from math import isfinite
@@ -38,6 +39,8 @@ _NARROWEST: dict[tuple[str, ...], tuple[str, ...]] = {
     for types in (UNSIGNED, _SIGNED)
 }
 """The narrowest of these types, for each number of bits."""
+_FEW = 256
+"""So few numbers are worked on sooner one by one than it takes to call numpy, between two other things."""
 _FLOAT_ARRAYS = ("<f2", "<f4", "<f8", ">f2", ">f4", ">f8")
 _REALS = (float, int, np.float16, np.float32, np.integer)
 _NO_FLOATS = "the record is invalid: generation_log_probs must be a list or one-dimensional array of floats"
@@ -236,9 +239,15 @@ def pack_log_probs(values: Any) -> Packed:
         ):
             raise InvalidRecordError(_NO_FLOATS)
         try:
-            wide = _as_array(array("d", values))
+            numbers = array("d", values)
         except (TypeError, OverflowError):  # such as an integer beyond all floats
             raise InvalidRecordError(_NO_FLOATS) from None
+        narrowed = array("f", numbers if len(numbers) <= _FEW else ())
+        if narrowed.tolist() == numbers.tolist() and isfinite(sum(narrowed)):
+            if sys.byteorder == "big":
+                narrowed.byteswap()
+            return Packed("f4", narrowed.tobytes())
+        wide = _as_array(numbers)
     with np.errstate(over="ignore", invalid="ignore"):
         narrow, squares = wide.astype("<f4"), wide.dot(wide)
     # The sum of squares tells sooner, unless it is too large itself.

@@ -276,7 +276,9 @@ class RedisTokenSink(Writer[SinkSettings]):
                 if refusal is not None:
                     return refusal
             call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
-            reply = await executor.run(call, subject, deadline=deadline)
+            reply = await executor.run(
+                call, subject, deadline=deadline, meanwhile=lambda: sequence.without_tail
+            )
             if reply.code != "MISSING":
                 return reply
             self._blocks.forget(rollout_id)

@@ -77,7 +77,7 @@ class CacheOfOthers(BlockCache):
 
     def remember(self, rollout_id: str, incarnation: str, sequence: TokenSequence) -> None:
         super().remember(rollout_id, incarnation, sequence)
-        self._seen.append((rollout_id, sequence.without_tail()))
+        self._seen.append((rollout_id, sequence.without_tail))
 
 
 CACHES: dict[str, type[BlockCache]] = {

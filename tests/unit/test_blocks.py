@@ -167,7 +167,7 @@ def test_only_the_blocks_that_were_hashed_keep_their_values(conversation: list[l
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 512, 600])
 def test_a_sequence_without_its_tail_has_the_same_blocks(count: int) -> None:
     sequence = sequence_of(IDS[:count])
-    kept = sequence.without_tail()
+    kept = sequence.without_tail
     assert (kept.names, kept.end, kept.values) == (sequence.names, sequence.end, ())
     assert kept.ids.tolist() == IDS[: count // BLOCK_IDS * BLOCK_IDS]
     assert unpack_integers(kept.tail).size == 0
@@ -330,7 +330,7 @@ def test_a_sequence_comes_back_from_what_is_stored_and_what_is_known(
     sequences = [sequence_of(ids) for ids in conversation]
     number = data.draw(st.integers(0, len(sequences) - 1))
     wanted, ids = sequences[number], conversation[number]
-    known = [each.without_tail() for each in data.draw(st.lists(st.sampled_from(sequences), max_size=3))]
+    known = [each.without_tail for each in data.draw(st.lists(st.sampled_from(sequences), max_size=3))]
     here = {name for each in known for name in each.names}
     stored = {name: value for name, value in wanted.blocks_from(0) if name not in here}
     back = joined(wanted.end, wanted.tail, stored, known)

@@ -36,6 +36,7 @@ class Server:
         self.unknown_scripts: set[bytes] = set()
         self.silent_links = 0
         self.settles_at_s = 0.0
+        self.ready = False
         self.open = asyncio.Event()
         self.open.set()
         self.sought = asyncio.Event()
@@ -71,21 +72,27 @@ class Link:
         self._silent = silent
 
     @property
+    def is_ready(self) -> bool:
+        return self._server.ready
+
+    @property
     def settles_at_s(self) -> float:
         return self._server.settles_at_s
 
     async def is_as_before(self) -> bool:
         return True
 
-    async def pipeline(
-        self, commands: list[tuple[Any, ...]], *, confirm_s: float | None
-    ) -> tuple[list[Any], bool]:
+    def begin(self, commands: list[tuple[Any, ...]], *, confirm_s: float | None) -> Any:
         groups = [[bytes(key) for key in command[3 : 3 + command[2]]] for command in commands]
         self._server.batches.append([key for keys in groups for key in keys])
         self._server.scripts.append(
             [(command[0], keys) for command, keys in zip(commands, groups, strict=True)]
         )
         self._server.begun.release()
+        return commands, groups, confirm_s
+
+    async def finish(self, begun: Any) -> tuple[list[Any], bool]:
+        commands, groups, confirm_s = begun
         if self._silent:
             await asyncio.Event().wait()
         await self._server.open.wait()
@@ -94,6 +101,11 @@ class Link:
             for command, keys in zip(commands, groups, strict=True)
         ]
         return answers, confirm_s is None or self._server.confirms
+
+    async def pipeline(
+        self, commands: list[tuple[Any, ...]], *, confirm_s: float | None
+    ) -> tuple[list[Any], bool]:
+        return await self.finish(self.begin(commands, confirm_s=confirm_s))
 
     async def close(self) -> None:
         self._server.closing.set()
@@ -186,6 +198,112 @@ async def test_a_lane_cancelled_by_another_hand_takes_no_job_with_it(lanes: Lane
     await asyncio.sleep(0)
     lanes._tasks[0].cancel()  # its wait is over at once, the task itself ends in the next step of the loop
     assert await answers([submit(lanes, call) for call in calls(3)]) == [call.key for call in calls(3)]
+
+
+# A step alone, over a connection that is good for sure: sent at once
+
+
+async def connected(lanes: Lanes, server: Server) -> None:
+    """Open all lanes, and let them wait for what comes next."""
+    server.ready = True
+    server.open.clear()
+    first = []
+    for number in range(LANES):
+        first.append(submit(lanes, peek(b"first %d" % number)))
+        async with asyncio.timeout(PATIENCE_S):
+            await server.begun.acquire()
+    server.open.set()
+    await answers(first)
+    await asyncio.sleep(0)
+    server.batches.clear()
+    server.begun = asyncio.Semaphore(0)
+
+
+async def test_a_step_alone_is_sent_before_its_caller_waits(lanes: Lanes, server: Server) -> None:
+    await connected(lanes, server)
+    for key in (b"1", b"2", b"3"):
+        submitted = submit(lanes, peek(key))
+        assert server.batches[-1] == [key]
+        assert not lanes.is_idle
+        assert await answers([submitted]) == [key]
+        await asyncio.sleep(0)
+        assert lanes.is_idle
+
+
+async def test_what_comes_after_a_step_that_was_sent_at_once_goes_together(
+    lanes: Lanes, server: Server
+) -> None:
+    await connected(lanes, server)
+    server.open.clear()
+    futures = [submit(lanes, call) for call in calls(5)]
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(2):
+            await server.begun.acquire()
+    assert server.batches == [[b"key 0"], [b"key 1", b"key 2", b"key 3", b"key 4"]]
+    server.open.set()
+    assert await answers(futures) == [call.key for call in calls(5)]
+
+
+@pytest.mark.parametrize("why", ["not ready", "renewed", "must settle"])
+async def test_a_step_is_not_sent_at_once_where_its_connection_has_to_be_looked_at_first(
+    lanes: Lanes, server: Server, why: str
+) -> None:
+    await connected(lanes, server)
+    server.ready = why != "not ready"
+    if why == "renewed":
+        lanes.renew()
+    call = Call(Step.FREEZE if why == "must settle" else Step.PEEK, b"rollout", ())
+    submitted = submit(lanes, call)
+    assert server.batches == []
+    assert await answers([submitted]) == [b"rollout"]
+    assert server.closed_links == (why == "renewed")
+
+
+async def test_a_step_that_was_sent_at_once_and_fails_costs_its_connection_only(
+    lanes: Lanes, server: Server
+) -> None:
+    await connected(lanes, server)
+    server.errors[b"bad"] = b"no reply of a step"
+    with pytest.raises(InvalidResponse):
+        await submit(lanes, peek(b"bad"))
+    assert server.closed_links == 1
+    assert await answers([submit(lanes, call) for call in calls(3)]) == [call.key for call in calls(3)]
+
+
+async def test_a_silent_connection_ends_a_step_that_was_sent_at_once(lanes: Lanes, server: Server) -> None:
+    await connected(lanes, server)
+    server.open.clear()
+    with pytest.raises(NoReplyError):
+        await submit(lanes, peek(b"first"))
+    assert server.closed_links == 1
+    server.open.set()
+    assert await answers([submit(lanes, peek(b"again"))]) == [b"again"]
+
+
+async def test_a_caller_that_leaves_a_step_that_was_sent_at_once_leaves_its_reply_to_nobody(
+    lanes: Lanes, server: Server
+) -> None:
+    await connected(lanes, server)
+    server.open.clear()
+    submit(lanes, peek(b"left")).cancel()
+    others = [submit(lanes, call) for call in calls(3)]
+    server.open.set()
+    assert await answers(others) == [call.key for call in calls(3)]
+    assert server.batches[0] == [b"left"]
+    assert server.closed_links == 0
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_closing_tells_a_step_that_was_sent_at_once(lanes: Lanes, server: Server, turns: int) -> None:
+    await connected(lanes, server)
+    server.open.clear()
+    submitted = submit(lanes, peek(b"sent"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await lanes.close()
+    with pytest.raises(BackendUnavailableError, match="closed before an answer"):
+        await submitted
+    assert server.closed_links == LANES
 
 
 # Groups: what one script call holds

@@ -294,8 +294,13 @@ def test_every_bit_of_a_log_probability_survives(values: list[float]) -> None:
     ],
     ids=repr,
 )
-def test_a_log_probability_takes_four_bytes_if_they_hold_it(values: list[float], kind: str) -> None:
+@pytest.mark.parametrize("times", [1, 1_000])
+def test_a_log_probability_takes_four_bytes_if_they_hold_it(
+    values: list[float], kind: str, times: int
+) -> None:
+    values = times * values
     packed = pack_log_probs(values)
+    assert packed == pack_log_probs(np.array(values, np.float64))
     assert (packed.type, len(packed.raw)) == (kind, int(kind[1]) * len(values))
     assert exact(unpack_log_probs(packed).tolist()) == exact(values)
 
