@@ -14,6 +14,7 @@ local DIGEST_END = 33 -- where the digest ends in a call's row; it tells the con
 local MOST_STATE_BYTES = 400 -- of all words but the ends
 local MOST_MARK_IDS = 32 -- that a failure keeps, each of 16 digits and a space
 local MOST_DIGITS = 15 -- of a number that Lua counts exactly
+local MOST_DETAILS_BYTES = 65600 -- of a refusal, with its code
 local MOST_ARGUMENTS = 4000 -- of one command, names with their values: Lua has room for about 8,000
 
 -- Argument number `number` of the entry at hand, as its step's header lists them.
@@ -184,42 +185,62 @@ local function fetch(names)
   return values
 end
 
+-- Appends to `wanted` the fields that show what a step wrote: its value, its call's row, its blocks.
+local function want(wanted, field, names)
+  local kind, call_row = string.sub(field, 1, 2), 'c:' .. string.sub(field, 3)
+  local count = #wanted
+  -- Intents and refusals are their call's row.
+  wanted[count + 1], wanted[count + 2] = (kind == 'n:' or kind == 'x:') and call_row or field, call_row
+  for at = 1, #names / 16 do wanted[count + 2 + at] = 'b:' .. string.sub(names, 16 * at - 15, 16 * at) end
+end
+
+-- Puts these values, from number `at` on, into the row of a step. Returns how many bytes they have, and whether
+-- there is anything to tell: an intent that is settled by now says nothing.
+local function fill(row, values, at)
+  local kind, value = string.sub(row[1], 1, 2), values[at]
+  local bytes, blocks = value and #value or 0, row[5]
+  row[2], row[3] = value, kind == 'r:' and values[at + 1]
+  for number = 1, #row[4] / 16 do
+    local block = values[at + 1 + number]
+    blocks[number] = block
+    bytes = bytes + (block and #block or 0)
+  end
+  return bytes, not (kind == 'n:' and value and value ~= 'n')
+end
+
 -- Appends what the steps from number `from` on wrote to `rows`, up to about max_bytes and 1,000 steps:
 -- {what the step wrote (kind and call), its value, the call's row (for a record), names of the blocks it
 -- brought, the blocks}; of a stage, kind and value are 'p:' and nothing; of a step that is not there, nothing and
--- its number. An intent that is settled by now says
--- nothing, and is left out. Returns the number to go on from.
+-- its number. Settled intents are left out. Returns the number to go on from.
 local function collect_rows(state, from, max_bytes, rows)
   local traces = {}
   for seq = from, math.min(tonumber(state.seq), from + 999) do traces[#traces + 1] = 'o:' .. seq end
   traces = fetch(traces)
+  -- Where all of the rollout is less than max_bytes nothing has to be measured before many steps are read at once.
+  local is_small = state.bytes + MOST_DETAILS_BYTES * state.refusals <= max_bytes
   local bytes, at = 0, 1
   while at <= #traces and (bytes < max_bytes or at == 1) do
-    local field, names = read_trace(traces[at])
-    local row, settled = {field, false, false, names or '', {}}, false
-    if not field then row[2] = string.format('%d', from + at - 1) end
-    if names then
-      local kind, call = string.sub(field, 1, 2), string.sub(field, 3)
-      if kind == 'r:' and bytes > 0 then
-        local size = redis.call('HSTRLEN', key, field) + 64 * #names
-        if bytes + size > max_bytes then break end
+    local begun, wanted, starts = #rows, {}, {}
+    repeat
+      local field, names = read_trace(traces[at])
+      if not is_small and bytes > 0 and names and string.sub(field, 1, 2) == 'r:'
+          and bytes + redis.call('HSTRLEN', key, field) + 64 * #names > max_bytes then
+        return from + at - 1
       end
-      -- Intents and refusals are their call's row.
-      local wanted = {(kind == 'n:' or kind == 'x:') and 'c:' .. call or field, 'c:' .. call}
-      for name_at = 1, #names, 16 do
-        wanted[#wanted + 1] = 'b:' .. string.sub(names, name_at, name_at + 15)
-      end
-      local values = fetch(wanted)
-      settled = kind == 'n:' and values[1] and values[1] ~= 'n'
-      row[2], row[3] = values[1], kind == 'r:' and values[2]
-      bytes = bytes + (values[1] and #values[1] or 0)
-      for number = 3, #wanted do
-        row[5][number - 2] = values[number]
-        bytes = bytes + (values[number] and #values[number] or 0)
-      end
+      local row = {field, false, false, names or '', {}}
+      rows[#rows + 1], starts[#starts + 1] = row, #wanted + 1
+      if names then want(wanted, field, names) else starts[#starts] = false end
+      if not field then row[2] = string.format('%d', from + at - 1) end
+      at = at + 1
+    until not is_small or at > #traces
+    local values, kept = fetch(wanted), begun
+    for number, start in ipairs(starts) do
+      local row, tells, nbytes = rows[begun + number], true, 0
+      if start then nbytes, tells = fill(row, values, start) end
+      bytes = bytes + nbytes
+      if tells then kept = kept + 1 rows[kept] = row end
     end
-    if not settled then rows[#rows + 1] = row end
-    at = at + 1
+    for number = #rows, kept + 1, -1 do rows[number] = nil end
   end
   return from + at - 1
 end
