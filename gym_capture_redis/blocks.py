@@ -40,9 +40,6 @@ _KINDS = {name.encode("ascii"): name for name in UNSIGNED}
 _VALUE_HEAD = NAME_BYTES + 2
 """Where the ids of a stored block begin: after the name of its parent and their type."""
 
-_VALUE_BYTES = {kind: _VALUE_HEAD + BLOCK_IDS * WIDTHS[name] for kind, name in _KINDS.items()}
-"""Length of a stored block, by the type of its ids."""
-
 _NOTHING = np.empty(0, "<u4")
 _NO_TAIL = Packed("u1", b"")
 
@@ -273,7 +270,8 @@ def _check(name: bytes, value: bytes) -> None:
         ValueError: the value is not that of the block of this name.
 
     """
-    if len(value) != _VALUE_BYTES.get(value[NAME_BYTES:_VALUE_HEAD]) or _name(value) != name:
+    kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
+    if kind is None or len(value) != _VALUE_HEAD + BLOCK_IDS * WIDTHS[kind] or _name(value) != name:
         raise ValueError("not the block of this name")
 
 
