@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from redis.exceptions import InvalidResponse, ResponseError
 
-from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, command, read_replies
+from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step, command, read_replies
 
 MAX_BATCH_CALLS = 64
 MAX_BATCH_BYTES = 2**20
@@ -76,11 +76,17 @@ def answers_of(
         InvalidResponse: an answer does not have the form that the scripts give.
 
     """
-    to_groups = [answer for words, answer in zip(commands, answers, strict=True) if words != ASKING]
+    asked = [(words, answer) for words, answer in zip(commands, answers, strict=True) if words != ASKING]
     try:
         return [
-            answer if isinstance(answer, Exception) else read_replies(answer, count=len(group), run_id=run_id)
-            for group, answer in zip(groups, to_groups, strict=True)
+            answer if isinstance(answer, Exception) else _read(words, answer, len(group), run_id)
+            for group, (words, answer) in zip(groups, asked, strict=True)
         ]
     except ValueError:
         raise InvalidResponse("a reply has a form that no step gives") from None
+
+
+def _read(words: Sequence[Argument], answer: Any, count: int, run_id: str) -> list[Reply | ResponseError]:
+    if words[0] == Step.FETCH.value[0]:
+        return [Reply.of_values(answer, run_id)]
+    return read_replies(answer, count, run_id)

@@ -82,56 +82,110 @@ class RolloutReader:
                 await room(self._decoded_bytes(frozen.facts))
                 deadline += asyncio.get_running_loop().time() - begin
             assembly = SnapshotAssembly(rollout_id, frozen, self._entry_type, arrays=self._arrays)
-            if await self._read(assembly, key, frozen, subject, deadline):
-                return await self._decode(assembly.finish, frozen.facts, subject, deadline)
-
-    async def _read(
-        self,
-        assembly: SnapshotAssembly,
-        key: bytes,
-        frozen: scripts.Frozen,
-        subject: Subject,
-        deadline: float,
-    ) -> bool:
-        """Read all chunks into ``assembly``. False if it is another snapshot by now."""
-        chunk = frozen.chunk
-        while chunk.next_seq <= assembly.last_seq:
-            call = scripts.read(
-                key,
-                incarnation=frozen.reply.incarnation,
-                snapshot_id=frozen.snapshot_id,
-                version=frozen.reply.version,
-                from_seq=chunk.next_seq,
-                max_bytes=self._chunk_bytes,
+            rollout = FrozenRollout(
+                self._executor, key, frozen, subject, deadline=deadline, chunk_bytes=self._chunk_bytes
             )
-            # The next chunk is on its way while this one is decoded.
-            reading = asyncio.create_task(self._executor.run(call, subject, deadline=deadline, sent=True))
-            try:
-                await self._decode(partial(assembly.add, chunk), frozen.facts, subject, deadline)
-                reply = await reading
-            finally:
-                reading.cancel()
-            if reply.code == "CHANGED":
-                return False
-            if reply.code != "OK":
-                raise_refusal(reply, subject)
-            chunk = scripts.Chunk.parse(*reply.rest)
-        await self._decode(partial(assembly.add, chunk), frozen.facts, subject, deadline)
-        return True
-
-    async def _decode(
-        self, work: Callable[[], T], facts: scripts.Facts, subject: Subject, deadline: float
-    ) -> T:
-        """Decode here if the rollout is small, else on a thread, so that the event loop is not held."""
-        if facts.stored_bytes > _DECODE_IN_LOOP_BYTES:
-            return await self._executor.offload(work, subject, deadline=deadline, sent=True)
-        return work()
+            if await rollout.read_into(assembly):
+                return await rollout.decode(assembly.finish)
 
     def _decoded_bytes(self, facts: scripts.Facts) -> int:
         """About how much memory the rollout takes once it is read."""
         if self._arrays:
             return _ARRAY_ID_BYTES * facts.ids + _ARRAY_BYTES * facts.stored_bytes
         return _LISTED_ID_BYTES * facts.ids + _NEW_ID_BYTES * facts.stored_bytes
+
+
+class FrozenRollout:
+    """What a rollout held when it was frozen, read within one deadline."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        key: bytes,
+        frozen: scripts.Frozen,
+        subject: Subject,
+        *,
+        deadline: float,
+        chunk_bytes: int,
+    ) -> None:
+        self._executor = executor
+        self._key = key
+        self._frozen = frozen
+        self._subject = subject
+        self._deadline = deadline
+        self._chunk_bytes = chunk_bytes
+
+    async def read_into(self, assembly: SnapshotAssembly) -> bool:
+        """Read all chunks, and the parts that they name. False if it is another snapshot by now."""
+        chunk: scripts.Chunk | None = self._frozen.chunk
+        gone: list[bytes] = []
+        while chunk is not None:
+            is_last = chunk.next_seq > assembly.last_seq
+            # The next chunk is on its way while this one is decoded.
+            reading = None if is_last else asyncio.create_task(self._chunk(chunk.next_seq))
+            try:
+                await self.decode(partial(assembly.add, chunk))
+                gone += await self._parts_into(assembly, chunk.part_names())
+                if reading is None:
+                    return not gone or await self._ask_again(assembly, gone)
+                chunk = await reading
+            finally:
+                if reading is not None:
+                    reading.cancel()
+        return False
+
+    async def decode(self, work: Callable[[], T]) -> T:
+        """Decode here if the rollout is small, else on a thread, so that the event loop is not held."""
+        if self._frozen.facts.stored_bytes > _DECODE_IN_LOOP_BYTES:
+            return await self._executor.offload(work, self._subject, deadline=self._deadline, sent=True)
+        return work()
+
+    async def _run(self, call: scripts.Call) -> scripts.Reply:
+        return await self._executor.run(call, self._subject, deadline=self._deadline, sent=True)
+
+    async def _chunk(self, from_seq: int) -> scripts.Chunk | None:
+        """The rows from this step on. None if it is another snapshot by now."""
+        call = scripts.read(
+            self._key,
+            incarnation=self._frozen.reply.incarnation,
+            snapshot_id=self._frozen.snapshot_id,
+            version=self._frozen.reply.version,
+            from_seq=from_seq,
+            max_bytes=self._chunk_bytes,
+        )
+        reply = await self._run(call)
+        if reply.code == "CHANGED":
+            return None
+        if reply.code != "OK":
+            raise_refusal(reply, self._subject)
+        return scripts.Chunk.parse(*reply.rest)
+
+    async def _parts_into(self, assembly: SnapshotAssembly, names: list[bytes]) -> list[bytes]:
+        """Read parts, some of them on their way while another is checked. Returns those that are gone."""
+        gone: list[bytes] = []
+        fetching = [asyncio.create_task(self._run(scripts.fetch(self._key, name))) for name in names]
+        try:
+            for name, task in zip(names, fetching, strict=True):
+                (content,) = (await task).rest
+                if content is None:
+                    gone.append(name)
+                else:
+                    await self.decode(partial(assembly.add_part, name, content))
+        finally:
+            for task in fetching:
+                task.cancel()
+        return gone
+
+    async def _ask_again(self, assembly: SnapshotAssembly, names: list[bytes]) -> bool:
+        """Read parts that were not there, once it is known to be the same snapshot. False if it is not.
+
+        A server that is no primary any more may lack them; it refuses the script.
+        """
+        if await self._chunk(assembly.last_seq + 1) is None:
+            return False
+        for name in await self._parts_into(assembly, names):
+            assembly.add_part(name, None)
+        return True
 
 
 class ManyRollouts:

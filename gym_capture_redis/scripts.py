@@ -17,7 +17,8 @@ from redis.exceptions import ResponseError
 
 from gym_capture_redis.blocks import NAME_BYTES, ROOT
 from gym_capture_redis.codec import EncodedRecord
-from gym_capture_redis.keys import BLOCK, RECORDED, new_name, refusal_row
+from gym_capture_redis.keys import BLOCK, PART, RECORDED, new_name, refusal_row
+from gym_capture_redis.parts import PART_BYTES
 from gym_capture_redis.script_files import script
 
 FORMAT = 1
@@ -65,6 +66,8 @@ class Step(Enum):
     FAIL = ("fail", "allow-oom")
     ROWS = ("rows", "allow-oom")
     FIELDS = ("fields", "allow-oom")
+    FETCH = ("HMGET", "")
+    """No script but Redis' own command: a script would get a copy of all that it hands on."""
 
     @cache
     def source(self, dialect: Dialect, *, healing: bool = False) -> bytes:
@@ -85,23 +88,30 @@ class Step(Enum):
     @property
     def writes(self) -> bool:
         """Whether it may change something."""
-        return self not in (Step.PEEK, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS)
+        return self not in (Step.PEEK, *_LONG_READS)
 
     @property
     def needs_settled_server(self) -> bool:
         """Whether it must wait while workers may be putting back what the server forgot."""
-        return self in (Step.FREEZE, Step.READ, Step.DROP, Step.ROWS)
+        return self in (Step.FREEZE, Step.READ, Step.FETCH, Step.DROP, Step.ROWS)
 
     @property
     def is_short(self) -> bool:
         """Whether one call of the script may hold many of these steps: their work is small and bounded."""
-        return self not in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS)
+        return self not in (Step.FREEZE, *_LONG_READS)
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a script, not one of Redis' own commands."""
+        return self is not Step.FETCH
 
     @cache
     def sha1(self, dialect: Dialect, *, healing: bool = False) -> str:
         """The name under which EVALSHA finds the script."""
         return hashlib.sha1(self.source(dialect, healing=healing), usedforsecurity=False).hexdigest()
 
+
+_LONG_READS = (Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS, Step.FETCH)
 
 _TRACES = {
     Step.BEGIN: ("n:", 2),
@@ -157,6 +167,8 @@ def command(calls: Sequence[Call], dialect: Dialect, *, by_source: bool) -> tupl
     EVALSHA, or EVAL with the whole source for a server that does not know the script yet.
     """
     step, healing = calls[0].step, calls[0].healing
+    if not step.is_script:
+        return (step.value[0], calls[0].key, *calls[0].args)
     words: list[Argument] = (
         ["EVAL", step.source(dialect, healing=healing)]
         if by_source
@@ -215,6 +227,18 @@ class Reply(NamedTuple):
         except (TypeError, AttributeError):
             raise ValueError("not a reply of a step") from None
 
+    @classmethod
+    def of_values(cls, raw: Any, run_id: str) -> Reply:
+        """Read what ``fetch`` was answered: ``rest`` holds the values, None for a field that is not there.
+
+        Raises:
+            ValueError: these are no values of fields.
+
+        """
+        if not isinstance(raw, list) or not all(value is None or isinstance(value, bytes) for value in raw):
+            raise ValueError("not the values of fields")
+        return cls("OK", "", 0, 0, tuple(raw), run_id)
+
 
 class Row(NamedTuple):
     """What one step wrote, as read back: kind and call, value, and for a record the call's row."""
@@ -223,7 +247,7 @@ class Row(NamedTuple):
     value: bytes | None
     call_row: bytes | None
     block_names: bytes
-    """Names of the blocks that the step brought, 16 bytes each."""
+    """Names of the blocks that the step brought, or of its part, 16 bytes each."""
     blocks: Sequence[bytes | None]
 
     @property
@@ -231,13 +255,13 @@ class Row(NamedTuple):
         """Number of the step of which nothing is there, if ``field`` is None."""
         return int(self.value or 0)
 
+    def names(self) -> list[bytes]:
+        """Names of the blocks, or of the part."""
+        return [self.block_names[at : at + NAME_BYTES] for at in range(0, len(self.block_names), NAME_BYTES)]
+
     def named_blocks(self) -> list[tuple[bytes, bytes]]:
         """Names and values of the blocks; no bytes for one that is gone."""
-        names, size = self.block_names, NAME_BYTES
-        return [
-            (names[number * size : (number + 1) * size], value or b"")
-            for number, value in enumerate(self.blocks)
-        ]
+        return [(name, value or b"") for name, value in zip(self.names(), self.blocks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -271,6 +295,10 @@ class Chunk:
     def parse(cls, next_seq: Any, rows: Sequence[Sequence[Any]]) -> Chunk:
         """Read the tail of a reply of ``freeze`` or ``read``."""
         return cls(int(next_seq), tuple([Row(*row) for row in rows]))
+
+    def part_names(self) -> list[bytes]:
+        """Names of the parts that were staged by its steps (``fetch``)."""
+        return [name for row in self.rows if row.field == PART for name in row.names()]
 
 
 @dataclass(frozen=True)
@@ -424,6 +452,11 @@ def read(
     """``lua/read.lua``."""
     args = (incarnation, snapshot_id, version, from_seq, max_bytes)
     return Call(Step.READ, key, args, reply_bytes=max_bytes)
+
+
+def fetch(key: bytes, name: bytes) -> Call:
+    """The part of this name, which says what is in it: whose attempt it is needs no asking."""
+    return Call(Step.FETCH, key, (BLOCK + name,), reply_bytes=PART_BYTES)
 
 
 def drop(key: bytes, *, snapshot_id: bytes, version: int, tombstone_ttl_s: int) -> Call:

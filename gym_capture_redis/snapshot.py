@@ -60,9 +60,16 @@ class SnapshotAssembly:
         return min(self._frozen.reply.seq, self._frozen.facts.hash_fields + _MOST_LOST_STEPS)
 
     def add(self, chunk: Chunk) -> None:
-        """Take and check what one reply brought."""
+        """Take and check what one reply brought; the parts that it names come by ``add_part``."""
         for row in chunk.rows:
             self._add_row(row)
+
+    def add_part(self, name: bytes, content: bytes | None) -> None:
+        """Take and check a part; None for one that is gone."""
+        try:
+            self._parts.add(name, content or b"")
+        except ValueError:
+            self._unusable_parts += 1
 
     def finish(self) -> TokenCaptureSnapshot:
         """Build the entries, compare everything with the rollout's own counts, and close.
@@ -97,10 +104,7 @@ class SnapshotAssembly:
     def _add_row(self, row: Row) -> None:
         if row.field is None:
             self._lost_steps.append(row.missing_seq)
-        elif row.field == PART:
-            for name, content in row.named_blocks():
-                self._add_part(name, content)
-        else:
+        elif row.field != PART:
             self._add_blocks(row.named_blocks())
             self._add_content(row.field, row)
 
@@ -140,12 +144,6 @@ class SnapshotAssembly:
         else:
             self._parsed[call] = parsed
             self._tree.add_tail(parsed.end, parsed.tail)
-
-    def _add_part(self, name: bytes, content: bytes) -> None:
-        try:
-            self._parts.add(name, content)
-        except ValueError:
-            self._unusable_parts += 1
 
     def _add_blocks(self, blocks: list[tuple[bytes, bytes]]) -> None:
         """Add blocks and those that wait for them: a step that was put back late may bring a parent."""

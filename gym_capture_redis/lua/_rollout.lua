@@ -210,8 +210,8 @@ end
 
 -- Appends what the steps from number `from` on wrote to `rows`, up to about max_bytes and 1,000 steps:
 -- {what the step wrote (kind and call), its value, the call's row (for a record), names of the blocks it
--- brought, the blocks}; of a stage, kind and value are 'p:' and nothing; of a step that is not there, nothing and
--- its number. Settled intents are left out. Returns the number to go on from.
+-- brought, the blocks}; of a stage, 'p:' and the name of its part, which is read by itself; of a step that is not
+-- there, nothing and its number. Settled intents are left out. Returns the number to go on from.
 local function collect_rows(state, from, max_bytes, rows)
   local traces = {}
   for seq = from, math.min(tonumber(state.seq), from + 999) do traces[#traces + 1] = 'o:' .. seq end
@@ -229,7 +229,7 @@ local function collect_rows(state, from, max_bytes, rows)
       end
       local row = {field, false, false, names or '', {}}
       rows[#rows + 1], starts[#starts + 1] = row, #wanted + 1
-      if names then want(wanted, field, names) else starts[#starts] = false end
+      if names and field ~= 'p:' then want(wanted, field, names) else starts[#starts] = false end
       if not field then row[2] = string.format('%d', from + at - 1) end
       at = at + 1
     until not is_small or at > #traces

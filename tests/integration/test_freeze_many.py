@@ -30,7 +30,7 @@ from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
-from gym_capture_redis.reading import READERS, RolloutReader
+from gym_capture_redis.reading import READERS, FrozenRollout
 from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.scripts import Call, Reply, Step
 from gym_capture_redis.settings import Durability
@@ -657,14 +657,14 @@ async def test_a_rollout_that_is_marked_again_and_again_ends_at_its_deadline(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.fill(["restless"])
-    read = RolloutReader._read
+    read = FrozenRollout.read_into
 
-    async def marked_meanwhile(self: RolloutReader, *arguments: Any) -> bool:
+    async def marked_meanwhile(self: FrozenRollout, assembly: SnapshotAssembly) -> bool:
         await backend.sink.mark_incomplete("restless")
-        await read(self, *arguments)
+        await read(self, assembly)
         return False
 
-    monkeypatch.setattr(RolloutReader, "_read", marked_meanwhile)
+    monkeypatch.setattr(FrozenRollout, "read_into", marked_meanwhile)
     async with backend.source(timeout_s=0.5) as source, asyncio.timeout(PATIENCE_S):
         (outcome,) = [outcome async for outcome in source.freeze_many(["restless"])]
     assert isinstance(outcome.error, BackendUnavailableError)

@@ -303,12 +303,12 @@ async def test_parts_count_for_the_largest_record(backend: Backend) -> None:
 
 
 class Wire:
-    """Keeps which steps one sink sends, and what each was answered; may act before a step."""
+    """Keeps which steps one client sends, and what each was answered; may act before a step."""
 
-    def __init__(self, sink: RedisTokenSink) -> None:
+    def __init__(self, client: RedisTokenSink | RedisTokenSource) -> None:
         self.answers: list[tuple[Step, str]] = []
         self.before: dict[Step, Callable[[], Any]] = {}
-        self._executor = sink._executors.get()
+        self._executor = client._executors.get()
         self._run = self._executor.run
         self._executor.run = self.run  # type: ignore[method-assign]
 
@@ -373,6 +373,92 @@ async def test_a_rollout_begun_again_between_the_steps_takes_nothing_of_the_earl
     await sink.begin_call(ROLLOUT, "new")
     await sink.put(entry)
     await backend.holds(entry)
+
+
+# What happens while parts are read
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2**30])
+@pytest.mark.parametrize("end", ["retired", "deleted", "begun again"])
+async def test_a_rollout_that_ends_while_its_parts_are_read_gives_no_snapshot(
+    backend: Backend, end: str, chunk_bytes: int
+) -> None:
+    sink, other = await backend.sink(), await backend.source()
+    source = await backend.source(chunk_bytes=chunk_bytes)
+    await sink.put(call_of("c", LONG))
+
+    async def end_it() -> None:
+        if end == "retired":
+            await other.retire([ROLLOUT])
+        else:
+            await other.delete([ROLLOUT])
+        if end == "begun again":
+            await (await backend.sink()).put(call_of("c", None))
+
+    Wire(source).before[Step.FETCH] = end_it
+    with pytest.raises(TokenCaptureRetiredError):
+        await source.freeze_arrays(ROLLOUT)
+
+
+async def test_a_rollout_marked_while_its_parts_are_read_is_as_it_was_before_if_all_are_there(
+    backend: Backend,
+) -> None:
+    sink, source, entry = await backend.sink(), await backend.source(), call_of("c", LONG)
+    await sink.put(entry)
+    Wire(source).before[Step.FETCH] = lambda: sink.mark_incomplete(ROLLOUT)
+    before = await source.freeze_arrays(ROLLOUT)
+    after = await source.freeze_arrays(ROLLOUT)
+    assert (before.incomplete, after.incomplete) == (False, True)
+    assert (before.snapshot_id, before.version + 1) == (after.snapshot_id, after.version)
+    assert not await source.drop(ROLLOUT, snapshot_id=before.snapshot_id, version=before.version)
+
+
+async def test_a_rollout_of_which_a_part_is_gone_is_read_again_if_it_was_marked_meanwhile(
+    backend: Backend,
+) -> None:
+    sink, source, kept = (
+        await backend.sink(),
+        await backend.source(),
+        call_of("kept", experts_array(MIB // 2)),
+    )
+    for entry in (call_of("c", LONG), kept):
+        await sink.put(entry)
+
+    async def damage() -> None:
+        backend.redis.hdel(backend.key, b"b:" + min(backend.parts()))
+        await sink.mark_incomplete(ROLLOUT, "c")
+
+    wire = Wire(source)
+    wire.before[Step.FETCH] = damage
+    snapshot = await source.freeze_arrays(ROLLOUT)
+    assert wire.of(Step.FREEZE) == ["OK", "OK"]
+    assert snapshot.version == 4  # two records, the freeze, the mark
+    assert {IncompleteCode.MARKED, IncompleteCode.CORRUPT, IncompleteCode.TAMPERED} == {
+        reason.code for reason in snapshot.reasons
+    }
+    (found,) = snapshot.entries
+    assert_same(found, kept)
+
+
+async def test_a_part_that_was_missing_for_a_moment_is_asked_for_again(backend: Backend) -> None:
+    """As by a server that was just demoted, and has not got everything yet."""
+    sink, source, entry = await backend.sink(), await backend.source(), call_of("c", LONG)
+    await sink.put(entry)
+    taken: dict[bytes, bytes] = {}
+
+    async def take_away() -> None:
+        taken.update({b"b:" + name: content for name, content in backend.parts().items()})
+        backend.redis.hdel(backend.key, *taken)
+
+    async def bring_back() -> None:
+        backend.redis.hset(backend.key, mapping=dict(taken))  # type: ignore[arg-type]
+
+    wire = Wire(source)
+    wire.before = {Step.FETCH: take_away, Step.READ: bring_back}
+    snapshot = await source.freeze_arrays(ROLLOUT)
+    assert not snapshot.incomplete, snapshot.reasons
+    assert_same(snapshot.entries[0], entry)
+    assert len(taken) == PARTS
 
 
 # Parts without their record

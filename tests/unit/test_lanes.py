@@ -328,7 +328,7 @@ async def test_calls_of_one_step_join_in_the_order_they_came() -> None:
 @pytest.mark.parametrize("step", Step)
 async def test_every_step_joins_others_of_its_kind_unless_it_may_take_long(step: Step) -> None:
     jobs = [job(Call(step, b"%d" % number, ())) for number in range(3)]
-    alone = step in (Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS)
+    alone = step in (*(Step.FREEZE, Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS, Step.FETCH),)
     assert grouped(jobs, one_key=False) == ([[each] for each in jobs] if alone else [jobs])
 
 

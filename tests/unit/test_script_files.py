@@ -10,7 +10,7 @@ import pytest
 from gym_capture_redis.script_files import read
 from gym_capture_redis.scripts import CAN_BE_LOST, Dialect, Step
 
-SCRIPTS = [(step, False) for step in Step] + [(step, True) for step in CAN_BE_LOST]
+SCRIPTS = [(step, False) for step in Step if step.is_script] + [(step, True) for step in CAN_BE_LOST]
 DEFINED = re.compile(r"^local function (\w+)\(", re.MULTILINE)
 SHARED = DEFINED.findall(read("_rollout"))
 
