@@ -55,10 +55,14 @@ IN_A_PUT = (
     Watched(codec, "cut", CUTTING),
     Watched(hashlib, "blake2b", CUTTING),
     Watched(Link, "pipeline", SENDING),
+    Watched(Link, "begin", SENDING),
+    Watched(Link, "finish", SENDING),
     Watched(batches, "read_replies", SENDING),
 )
 IN_A_FREEZE = (
     Watched(Link, "pipeline", RECEIVING),
+    Watched(Link, "begin", RECEIVING),
+    Watched(Link, "finish", RECEIVING),
     Watched(batches, "read_replies", RECEIVING),
     Watched(scripts.Frozen, "parse", RECEIVING),
     Watched(scripts.Chunk, "parse", RECEIVING),
