@@ -88,5 +88,5 @@ def answers_of(
 
 def _read(words: Sequence[Argument], answer: Any, count: int, run_id: str) -> list[Reply | ResponseError]:
     if words[0] == Step.FETCH.value[0]:
-        return [Reply.of_values(answer, run_id)]
+        return [Reply.of_value(answer, run_id)]
     return read_replies(answer, count, run_id)

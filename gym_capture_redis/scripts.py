@@ -228,16 +228,17 @@ class Reply(NamedTuple):
             raise ValueError("not a reply of a step") from None
 
     @classmethod
-    def of_values(cls, raw: Any, run_id: str) -> Reply:
-        """Read what ``fetch`` was answered: ``rest`` holds the values, None for a field that is not there.
+    def of_value(cls, raw: Any, run_id: str) -> Reply:
+        """Read what ``fetch`` was answered: ``rest`` holds the value, or None if the field is not there.
 
         Raises:
-            ValueError: these are no values of fields.
+            ValueError: this is no value of one field.
 
         """
-        if not isinstance(raw, list) or not all(value is None or isinstance(value, bytes) for value in raw):
-            raise ValueError("not the values of fields")
-        return cls("OK", "", 0, 0, tuple(raw), run_id)
+        match raw:
+            case [bytes() | None as value]:
+                return cls("OK", "", 0, 0, (value,), run_id)
+        raise ValueError("not the value of a field")
 
 
 class Row(NamedTuple):
@@ -261,7 +262,7 @@ class Row(NamedTuple):
 
     def named_blocks(self) -> list[tuple[bytes, bytes]]:
         """Names and values of the blocks; no bytes for one that is gone."""
-        return [(name, value or b"") for name, value in zip(self.names(), self.blocks, strict=True)]
+        return [(name, value or b"") for name, value in zip(self.names(), self.blocks, strict=False)]
 
 
 @dataclass(frozen=True)

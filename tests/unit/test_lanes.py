@@ -12,11 +12,17 @@ import pytest
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as NoReplyError
 
-from gym_capture_redis.batches import MAX_BATCH_BYTES, MAX_BATCH_CALLS, MAX_JOINED_BYTES, grouped
+from gym_capture_redis.batches import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_CALLS,
+    MAX_JOINED_BYTES,
+    answers_of,
+    grouped,
+)
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError
 from gym_capture_redis.lanes import MIN_SHARE_CALLS, Job, Lanes, exchange
-from gym_capture_redis.scripts import Call, Dialect, Reply, Step, delete, peek
+from gym_capture_redis.scripts import Call, Dialect, Reply, Step, command, delete, fetch, peek
 from gym_capture_redis.settings import SinkSettings
 
 PATIENCE_S = 30.0
@@ -421,6 +427,31 @@ async def test_a_reply_of_unknown_form_costs_the_connection_and_may_be_asked_for
     assert server.closed_links == 1
     server.errors.clear()
     assert await answers([submit(lanes, call) for call in calls(3)]) == [b"key 0", b"key 1", b"key 2"]
+
+
+# One of Redis' own commands
+
+
+@pytest.mark.parametrize(
+    "answer", [b"a part", None, ResponseError("WRONGTYPE Operation against a key")], ids=repr
+)
+def test_a_part_comes_as_the_only_value_of_its_command(answer: Any) -> None:
+    call = fetch(b"key", b"n" * 16)
+    words = command([call], Dialect(), by_source=False)
+    assert words == ("HMGET", b"key", b"b:" + b"n" * 16)
+    raw = answer if isinstance(answer, Exception) else [answer]
+    (read,) = answers_of([[object()]], [words], [raw], "run")  # type: ignore[list-item]
+    if isinstance(answer, Exception):
+        assert read is answer
+    else:
+        assert read == [Reply("OK", "", 0, 0, (answer,), "run")]
+
+
+@pytest.mark.parametrize("answer", [None, b"a part", [], [b"a", b"b"], [5], [[b"a part"]]], ids=repr)
+def test_what_is_no_value_of_a_part_costs_the_connection(answer: Any) -> None:
+    words = command([fetch(b"key", b"n" * 16)], Dialect(), by_source=False)
+    with pytest.raises(InvalidResponse):
+        answers_of([[object()]], [words], [answer], "run")  # type: ignore[list-item]
 
 
 # Shares: a free lane leaves something for the others
