@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -218,22 +219,37 @@ async def prepare(link: Link, connected: Callable[[], Awaitable[None]]) -> Link:
 
 
 class EmbeddedLease:
-    """Holds the embedded server for as long as an executor needs it."""
+    """Holds the embedded server for as long as an executor needs it. Threads may share it."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._path, self._durability = settings.url.path, settings.durability
         self._server: EmbeddedServer | None = None
+        self._lock = threading.Lock()
+        self._is_used = self._is_released = False
 
     def start(self) -> str:
-        """Start or join the server that the URL names, again if it has gone, and return its socket's path."""
+        """Start or join the server that the URL names, again if it has gone, and return its socket's path.
+
+        Raises:
+            redis.exceptions.ConnectionError: it was released meanwhile.
+
+        """
         from gym_capture_redis.embedded import EmbeddedServer
 
-        if self._server is None:
-            self._server = EmbeddedServer(
-                self._path or None, appendfsync="always" if self._durability == "fsync" else "everysec"
-            )
-        self._server.start()
-        return str(self._server.socket_path)
+        with self._lock:
+            if self._is_released:
+                raise redis_errors.ConnectionError("the client was closed")
+            if self._server is None:
+                self._server = EmbeddedServer(
+                    self._path or None, appendfsync="always" if self._durability == "fsync" else "everysec"
+                )
+            self._server.start()
+            return str(self._server.socket_path)
+
+    async def started(self) -> str:
+        """``start`` on a thread, which goes on if its caller leaves; ``release`` waits for it."""
+        self._is_used = True
+        return await asyncio.to_thread(self.start)
 
     @property
     def began_empty(self) -> bool:
@@ -242,14 +258,16 @@ class EmbeddedLease:
 
     async def release(self) -> None:
         """Stop on a thread, if there is anything to stop: the default ones may be taken by the user."""
-        if self._server is not None:
+        self._is_released = True
+        if self._is_used:
             await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
         """Let the server go; it ends when nobody else holds it."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop()
+        with self._lock:
+            server, self._server = self._server, None
+            if server is not None:
+                server.stop()
 
 
 async def follow(search: Search[T], settings: ServerSettings) -> T:

@@ -218,7 +218,6 @@ class _OneServer:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._embedded = EmbeddedLease(settings)
-        self._starting = threading.Lock()
         self._sentinels = Sentinels(settings)
         self._node = _Node(settings, self._find)
 
@@ -230,16 +229,14 @@ class _OneServer:
 
     def close(self) -> None:
         self._node.close()
-        with self._starting:
-            self._embedded.stop()
+        self._embedded.stop()
 
     def _find(self, deadline: float) -> Address | str:
         url = self._settings.url
         if url.topology == "sentinel":
             return follow(self._sentinels.primary(), self._settings, deadline)
         if url.scheme == "embedded":
-            with self._starting:
-                return self._embedded.start()
+            return self._embedded.start()
         return url.path if url.scheme == "unix" else url.addresses[0]
 
 

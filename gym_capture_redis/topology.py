@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Protocol
 
@@ -74,7 +73,7 @@ class OneServer:
         if url.topology == "sentinel":
             return await follow(self._sentinels.primary(), self._settings)
         if url.scheme == "embedded":
-            return await asyncio.to_thread(self._embedded.start)
+            return await self._embedded.started()
         return url.path if url.scheme == "unix" else url.addresses[0]
 
 
