@@ -27,7 +27,7 @@ _REFUSALS: dict[str, tuple[type[CaptureError], str]] = {
         TokenCaptureRetiredError,
         (
             "this attempt of the rollout is over: it was retired, deleted or has expired; "
-            "a call of a later attempt must be announced to that one (begin_call)"
+            "what belongs to a later attempt must come after that one has begun"
         ),
     ),
     "CONFLICT": (

@@ -99,9 +99,11 @@ class Executor:
             except Exception as error:  # noqa: BLE001 - sorted out here, each kind by name
                 if is_unknown_script(error) and not by_source:
                     by_source = True
+                    jobs.pop()  # it was not run
                     continue
                 if not is_transient(error):
-                    raise self._failures.final(error, subject) from None
+                    before = sent or any(job.sent for job in jobs[:-1])
+                    raise self._failures.final(error, subject, sent_before=before) from None
                 redirected = self._topology.learn(error, node) if node is not None else None
                 pause_s, call = backoff.after(error), again(call)
             else:

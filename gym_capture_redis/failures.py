@@ -16,11 +16,17 @@ class Failures:
         self._durability, self._replicas = settings.durability, settings.replicas
         self._server = str(settings.url)
 
-    def final(self, error: BaseException, subject: Subject) -> CaptureError:
-        """For an exception that repeating does not cure; a copy, as one error may answer a whole batch."""
+    def final(self, error: BaseException, subject: Subject, *, sent_before: bool) -> CaptureError:
+        """For an exception that repeating does not cure; a copy, as one error may answer a whole batch.
+
+        ``sent_before``: an earlier attempt may have reached a server.
+        """
         meant = final_error(error, self._server)
+        earlier = "; an earlier attempt may have been applied" if sent_before else ""
         return type(meant)(
-            f"{meant} ({subject})", rollout_id=subject.rollout_id, model_call_id=subject.model_call_id
+            f"{meant}{earlier} ({subject})",
+            rollout_id=subject.rollout_id,
+            model_call_id=subject.model_call_id,
         )
 
     def no_answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 
 from redis import exceptions as redis_errors
 
@@ -22,12 +23,17 @@ class NotConfirmedError(Exception):
 class NotSettledError(Exception):
     """The server came back a moment ago, and workers may still be putting back what it forgot.
 
-    The step was not sent; it must wait for ``left_s``.
+    The step was not sent; it must wait until ``settles_at_s`` (``time.monotonic``).
     """
 
-    def __init__(self, left_s: float) -> None:
-        super().__init__(left_s)
-        self.left_s = left_s
+    def __init__(self, settles_at_s: float) -> None:
+        super().__init__(settles_at_s)
+        self._settles_at_s = settles_at_s
+
+    @property
+    def left_s(self) -> float:
+        """For how long from now on."""
+        return max(0.0, self._settles_at_s - time.monotonic())
 
 
 _TRY_AGAIN_CODES = frozenset(
@@ -83,7 +89,7 @@ _MEANINGS: dict[str, tuple[type[CaptureError], str]] = {
     "OOM": (
         BackendUnavailableError,
         (
-            "is out of memory and refused the write; nothing was stored. "
+            "is out of memory and refused the write; nothing was stored by it. "
             "Raise maxmemory, or let the trainer drop what it has consumed"
         ),
     ),

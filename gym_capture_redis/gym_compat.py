@@ -57,7 +57,10 @@ def required_attribute(module: str, name: str, *, since: str = "0.6") -> Any:
     found = gym_attribute(module, name)
     if found is None:
         lacks = f"the installed NeMo Gym has no {name}" if gym_package() else "NeMo Gym is not installed"
-        raise ImportError(f"{lacks}; this part of gym-capture-redis needs `pip install 'nemo-gym>={since}'`")
+        raise ImportError(
+            f"{lacks}; this part of gym-capture-redis needs `pip install 'nemo-gym>={since}'` "
+            "(--no-deps --ignore-requires-python where pip refuses this Python; see docs/nemo-gym.md)"
+        )
     return found
 
 

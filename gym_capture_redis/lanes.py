@@ -168,33 +168,33 @@ class Lanes:
         try:
             while True:
                 await self._some_jobs(lane)
-                begun, lane.begun = lane.begun, None
-                batch = self._batch() if begun is None else [begun.job]
-                if not batch:
-                    continue
-                self._sending += begun is None
-                try:
-                    async with asyncio.timeout(self._attempt_s(batch)):
-                        await begun.finish() if begun is not None else await self._send(lane, batch)
-                except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
-                    # Their own deadlines are theirs: here only this attempt has taken too long.
-                    _fail(
-                        batch, NoReplyError("no reply in time") if isinstance(error, TimeoutError) else error
-                    )
-                    await _close(lane)
-                except asyncio.CancelledError:
-                    _fail(batch, BackendUnavailableError("the client was closed before an answer came"))
-                    raise
-                finally:
-                    self._sending -= 1
+                await self._take_turn(lane)
         except asyncio.CancelledError:
             if lane.begun is not None:
-                _fail(
-                    [lane.begun.job], BackendUnavailableError("the client was closed before an answer came")
-                )
+                _fail([lane.begun.job], _closed_before_an_answer())
             # Not in a finally: a lane whose loop is gone has nothing that it could await.
             await _close(lane)
             raise
+
+    async def _take_turn(self, lane: _Lane) -> None:
+        """Send what waits, or end what was begun. Nothing of it is kept afterwards."""
+        begun, lane.begun = lane.begun, None
+        batch = self._batch() if begun is None else [begun.job]
+        if not batch:
+            return
+        self._sending += begun is None
+        try:
+            async with asyncio.timeout(self._attempt_s(batch)):
+                await begun.finish() if begun is not None else await self._send(lane, batch)
+        except Exception as error:  # noqa: BLE001 - it belongs to the callers; the lane lives on
+            # Their own deadlines are theirs: here only this attempt has taken too long.
+            _fail(batch, NoReplyError("no reply in time") if isinstance(error, TimeoutError) else error)
+            await _close(lane)
+        except asyncio.CancelledError:
+            _fail(batch, _closed_before_an_answer())
+            raise
+        finally:
+            self._sending -= 1
 
     async def _send(self, lane: _Lane, batch: Sequence[Job]) -> None:
         """Send a batch over the lane's connection, or a new one if there is none that is good."""
@@ -267,6 +267,10 @@ def closed_error() -> BackendUnavailableError:
     return BackendUnavailableError("the client was closed meanwhile")
 
 
+def _closed_before_an_answer() -> BackendUnavailableError:
+    return BackendUnavailableError("the client was closed before an answer came")
+
+
 class Sending(NamedTuple):
     """Steps as one pipeline of few script calls."""
 
@@ -301,9 +305,9 @@ async def send(link: Link, batch: Sequence[Job], *, one_key: bool, confirm_s: fl
     With ``one_key`` each script call is about one rollout, as in a Cluster, where others are in other slots.
     ``confirm_s``: how long to wait until what is written is as durable as promised.
     """
-    left_s = link.settles_at_s - time.monotonic()
-    if left_s > 0:
-        _fail([job for job in batch if job.call.step.needs_settled_server], NotSettledError(left_s))
+    if link.settles_at_s > time.monotonic():
+        unsettled = [job for job in batch if job.call.step.needs_settled_server]
+        _fail(unsettled, NotSettledError(link.settles_at_s))
     # While the connection was made some callers may have left, and their steps with them.
     sending = Sending.of(batch, link.dialect, one_key=one_key)
     answers, confirmed = await link.pipeline(sending.commands, confirm_s=sending.confirm_s(confirm_s))

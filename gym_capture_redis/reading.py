@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 from itertools import islice
@@ -25,6 +26,9 @@ READERS = 16
 
 _DECODE_IN_LOOP_BYTES = 256 * 2**10
 """Rollouts above this size are decoded on a thread: they must not hold the event loop."""
+
+_FETCHED_AHEAD = 4
+"""Parts of a rollout that are asked for at once; nobody else's steps shall wait for more of them."""
 
 _LISTED_ID_BYTES = 8
 _NEW_ID_BYTES = 12
@@ -163,10 +167,13 @@ class FrozenRollout:
     async def _parts_into(self, assembly: SnapshotAssembly, names: list[bytes]) -> list[bytes]:
         """Read parts, some of them on their way while another is checked. Returns those that are gone."""
         gone: list[bytes] = []
-        fetching = [asyncio.create_task(self._run(scripts.fetch(self._key, name))) for name in names]
+        fetching: deque[asyncio.Task[scripts.Reply]] = deque()
+        following = iter(names)
         try:
-            for name, task in zip(names, fetching, strict=True):
-                (content,) = (await task).rest
+            for name in names:
+                for wanted in islice(following, _FETCHED_AHEAD - len(fetching)):
+                    fetching.append(asyncio.create_task(self._run(scripts.fetch(self._key, wanted))))
+                (content,) = (await fetching.popleft()).rest
                 if content is None:
                     gone.append(name)
                 else:

@@ -138,7 +138,7 @@ def check_server(
     if not facts.aof_enabled:
         raise DurabilityError(
             f"{server} keeps no append-only file, as durability={durability!r} needs; "
-            "set `appendonly yes`, or accept loss with durability='memory'"
+            "set `appendonly yes`, or accept loss with durability='memory' where it can be chosen"
         )
     appendfsync = facts.appendfsync or assume_appendfsync
     if appendfsync is None:

@@ -78,7 +78,8 @@ class SyncClient:
                     by_source = True
                     continue
                 if not is_transient(error):
-                    raise self._failures.final(error, subject) from None
+                    before = any(job.sent for job in jobs[:-1])
+                    raise self._failures.final(error, subject, sent_before=before) from None
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     # That the deadline cut an attempt short says less than what the one before it met.

@@ -62,11 +62,13 @@ def read_facts(
     """What the server at ``place`` said to ``QUESTIONS``.
 
     Raises:
-        redis.exceptions.RedisError: it cannot say yet, or will not.
+        redis.exceptions.RedisError: it cannot say yet, or will not, or something else was answered.
 
     """
     if isinstance(info, ResponseError):
         raise info
+    if not isinstance(info, bytes) or not isinstance(config, list | ResponseError):
+        raise InvalidResponse("the replies are out of step with the questions")
     if isinstance(config, ResponseError) and is_transient(config):  # busy, say
         raise config
     pairs = None

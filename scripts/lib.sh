@@ -58,6 +58,8 @@ make_environment() {
     # An environment holds absolute paths: it is made anew for another Python or when the checkout was moved.
     interpreter="$(command -v "$python") $("$python" --version) $root"
     if [[ ! -f $venv/interpreter || "$(<"$venv/interpreter")" != "$interpreter" ]]; then
+        [[ -w $(dirname "$venv") && ( ! -e $venv || -w $venv ) ]] ||
+            fail "$venv cannot be made: there is no permission to write in the checkout, or to the old one"
         echo "making an environment in $(basename "$venv") ..."
         rm -rf "$venv"
         "$python" -m venv "$venv" ||

@@ -216,11 +216,14 @@ local function collect_rows(state, from, max_bytes, rows)
   local traces = {}
   for seq = from, math.min(tonumber(state.seq), from + 999) do traces[#traces + 1] = 'o:' .. seq end
   traces = fetch(traces)
-  -- Where all of the rollout is less than max_bytes nothing has to be measured before many steps are read at once.
-  local is_small = state.bytes + MOST_DETAILS_BYTES * state.refusals <= max_bytes
+  -- Where all of the rollout is less than max_bytes nothing has to be measured before some steps are read at once;
+  -- more than that comes to light once it was read.
+  local all_bytes = state.bytes + MOST_DETAILS_BYTES * state.refusals
   local bytes, at = 0, 1
   while at <= #traces and (bytes < max_bytes or at == 1) do
     local begun, wanted, starts = #rows, {}, {}
+    local is_small = math.max(all_bytes, bytes) <= max_bytes
+    local last = is_small and math.min(#traces, at + 15) or at
     repeat
       local field, names = read_trace(traces[at])
       if not is_small and bytes > 0 and names and string.sub(field, 1, 2) == 'r:'
@@ -232,7 +235,7 @@ local function collect_rows(state, from, max_bytes, rows)
       if names and field ~= 'p:' then want(wanted, field, names) else starts[#starts] = false end
       if not field then row[2] = string.format('%d', from + at - 1) end
       at = at + 1
-    until not is_small or at > #traces
+    until at > last
     local values, kept = fetch(wanted), begun
     for number, start in ipairs(starts) do
       local row, tells, nbytes = rows[begun + number], true, 0

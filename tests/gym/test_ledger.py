@@ -47,7 +47,14 @@ from support.servers import RealServer
 from support.stored_state import read_state
 
 import gym_capture_redis
-from gym_capture_redis import RedisCaptureLedger, RedisTokenSink, RedisTokenSource, gym_compat, scripts
+from gym_capture_redis import (
+    RedisCaptureLedger,
+    RedisTokenSink,
+    RedisTokenSource,
+    executor,
+    gym_compat,
+    scripts,
+)
 from gym_capture_redis.errors import (
     BackendUnavailableError,
     CallConflictError,
@@ -1061,7 +1068,11 @@ async def test_rows_that_nobody_keeps_are_noticed_by_their_numbers(server: RealS
     await run.close()
 
 
-async def test_a_worker_whose_number_went_to_another_says_so(server: RealServer) -> None:
+async def test_a_worker_whose_number_went_to_another_says_so(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first worker would claim its number if it noticed before the other one comes.
+    monkeypatch.setattr(executor, "watch_s", lambda _: 3600.0)
     run = Run(server.url, "run", max_recent_bytes=0)
     one, two = run.ledger(), run.ledger()
     calls = list(chain("r", 3))

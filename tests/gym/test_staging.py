@@ -1155,6 +1155,7 @@ def test_without_gym_the_import_says_what_to_install() -> None:
     assert child.returncode == 0, child.stderr
     for line in child.stdout.splitlines():
         assert line == (
-            "NeMo Gym is not installed; this part of gym-capture-redis needs `pip install 'nemo-gym>=0.7'`"
+            "NeMo Gym is not installed; this part of gym-capture-redis needs `pip install 'nemo-gym>=0.7'` "
+            "(--no-deps --ignore-requires-python where pip refuses this Python; see docs/nemo-gym.md)"
         )
     assert len(child.stdout.splitlines()) == 2

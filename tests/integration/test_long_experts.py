@@ -440,6 +440,28 @@ async def test_a_rollout_of_which_a_part_is_gone_is_read_again_if_it_was_marked_
     assert_same(found, kept)
 
 
+async def test_a_rollout_of_many_parts_leaves_others_their_turn(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = call_of("c", experts_array(12 * MIB))
+    await (await backend.sink()).put(entry)
+    run, under_way, most = Executor.run, 0, 0
+
+    async def counted(executor: Executor, call: Call, subject: Subject, **options: Any) -> Reply:
+        nonlocal under_way, most
+        under_way += call.step is Step.FETCH
+        most = max(most, under_way)
+        try:
+            return await run(executor, call, subject, **options)
+        finally:
+            under_way -= call.step is Step.FETCH
+
+    monkeypatch.setattr(Executor, "run", counted)
+    await backend.holds(entry)
+    assert 2 <= most <= 4
+    assert under_way == 0
+
+
 async def test_a_part_that_was_missing_for_a_moment_is_asked_for_again(backend: Backend) -> None:
     """As by a server that was just demoted, and has not got everything yet."""
     sink, source, entry = await backend.sink(), await backend.source(), call_of("c", LONG)

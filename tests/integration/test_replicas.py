@@ -28,7 +28,7 @@ from gym_capture_redis.settings import SinkSettings
 
 PATIENCE_S = 30.0
 NOTHING_IS_FORGOTTEN_S = 0.01
-IMPATIENCE_S = 1.5
+IMPATIENCE_S = 4.0
 """Longer than a lane waits for replicas, so that a step is sent again over another connection."""
 
 

@@ -13,7 +13,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from support.backends import EVERY_KIND, place_of
 from support.sample_entries import exact_dump, sample_entry
 from support.sequences import random_ids
-from support.stored_state import read_state
+from support.stored_state import change_state, read_state
 
 from gym_capture_redis import batches, codec, scripts
 from gym_capture_redis.connection import Link
@@ -210,6 +210,40 @@ async def test_a_damaged_rollout_among_good_ones_answers_for_itself_alone(
         Step.DELETE,
     ):
         assert read_state(backend.redis, backend.key("good0")) != untouched
+
+
+async def test_a_state_that_counts_too_few_bytes_does_not_make_a_reply_of_all_there_is(
+    backend: Backend, link: Link
+) -> None:
+    key, names = backend.key("r"), [f"c{number:03}" for number in range(100)]
+    await run_together(link, [scripts.join(key, new_incarnation=INCARNATION)])
+    for name in names:
+        entry = sample_entry("r", name, response_id="x" * 10_000, routed_experts=None)
+        encoded = codec.encode(entry, max_record_bytes=2**20)
+        await run_together(link, [scripts.put(key, encoded, incarnation=INCARNATION, first_block=0)])
+    change_state(backend.redis, key, bytes=b"0")
+    call = scripts.freeze(
+        key, new_incarnation=OTHER_INCARNATION, new_snapshot_id=SNAPSHOT_ID, max_bytes=50_000
+    )
+    (reply,) = await run_together(link, [call])
+    assert isinstance(reply, Reply)
+    found = scripts.Frozen.parse(reply).chunk
+    assert sum(len(row.value or b"") for row in found.rows) <= 200_000
+    while found.next_seq <= reply.seq:
+        call = scripts.read(
+            key,
+            incarnation=reply.incarnation,
+            snapshot_id=scripts.Frozen.parse(reply).snapshot_id,
+            version=reply.version,
+            from_seq=found.next_seq,
+            max_bytes=50_000,
+        )
+        (more,) = await run_together(link, [call])
+        assert isinstance(more, Reply)
+        rows = scripts.Chunk.parse(*more.rest)
+        assert sum(len(row.value or b"") for row in rows.rows) <= 200_000
+        found = scripts.Chunk(rows.next_seq, found.rows + rows.rows)
+    assert [row.field for row in found.rows] == [f"r:{name}".encode() for name in names]
 
 
 async def test_entries_of_one_rollout_follow_each_other_in_their_order(backend: Backend, link: Link) -> None:

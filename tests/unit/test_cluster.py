@@ -176,7 +176,7 @@ async def test_a_node_that_fails_makes_the_map_old(cluster: Cluster, nodes: Node
     [
         redis_errors.TryAgainError(),
         NotConfirmedError(),
-        NotSettledError(1.0),
+        NotSettledError(0.0),
         redis_errors.ResponseError("ERR"),
         ValueError(),
     ],

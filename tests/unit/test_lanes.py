@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -297,6 +299,20 @@ async def test_a_caller_that_leaves_a_step_that_was_sent_at_once_leaves_its_repl
     assert await answers(others) == [call.key for call in calls(3)]
     assert server.batches[0] == [b"left"]
     assert server.closed_links == 0
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["sent at once", "sent by its lane"])
+async def test_a_lane_that_waits_keeps_nothing_of_its_last_step(
+    lanes: Lanes, server: Server, *, ready: bool
+) -> None:
+    await connected(lanes, server)
+    server.ready = ready
+    payload = bytes(1000)
+    held = sys.getrefcount(payload)
+    await answers([submit(lanes, Call(Step.PUT, b"key", (payload,)))])
+    await asyncio.sleep(0)
+    gc.collect()
+    assert sys.getrefcount(payload) == held
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])

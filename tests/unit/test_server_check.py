@@ -9,9 +9,10 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
-from redis.exceptions import ResponseError
+from redis.exceptions import InvalidResponse, ResponseError
 
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
+from gym_capture_redis.faults import is_transient
 from gym_capture_redis.server_check import (
     ServerFacts,
     ServersSeen,
@@ -399,3 +400,13 @@ def test_config_that_is_forbidden_is_told_from_a_server_that_is_busy_just_then()
     assert read_facts(SERVER, info, forbidden).appendfsync is None
     with pytest.raises(ResponseError, match="BUSY"):
         read_facts(SERVER, info, ResponseError("BUSY Redis is busy running a script"))
+
+
+@pytest.mark.parametrize(
+    ("info", "config"),
+    [(5, []), ([], []), (None, []), (b"redis_version:7.2", 5), (b"redis_version:7.2", b"x")],
+)
+def test_replies_that_are_out_of_step_with_the_questions_cost_the_connection(info: Any, config: Any) -> None:
+    with pytest.raises(InvalidResponse) as caught:
+        read_facts(SERVER, info, config)
+    assert is_transient(caught.value)
