@@ -171,6 +171,7 @@ class Lanes:
                 await self._take_turn(lane)
         except asyncio.CancelledError:
             if lane.begun is not None:
+                self._sending -= 1
                 _fail([lane.begun.job], _closed_before_an_answer())
             # Not in a finally: a lane whose loop is gone has nothing that it could await.
             await _close(lane)

@@ -328,6 +328,22 @@ async def test_closing_tells_a_step_that_was_sent_at_once(lanes: Lanes, server: 
     assert server.closed_links == LANES
 
 
+async def test_a_lane_cancelled_before_it_took_up_what_was_sent_leaves_the_others_as_they_were(
+    lanes: Lanes, server: Server
+) -> None:
+    await connected(lanes, server)
+    server.open.clear()
+    submitted = submit(lanes, peek(b"sent"))
+    lane = next(task for task in lanes._tasks if task._fut_waiter is None or task._fut_waiter.done())  # type: ignore[attr-defined]
+    lane.cancel()
+    with pytest.raises(BackendUnavailableError, match="closed before an answer"):
+        await submitted
+    server.open.set()
+    assert await answers([submit(lanes, call) for call in calls(3)]) == [call.key for call in calls(3)]
+    await asyncio.sleep(0)
+    assert lanes.is_idle
+
+
 # Groups: what one script call holds
 
 
