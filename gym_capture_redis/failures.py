@@ -19,10 +19,10 @@ class Failures:
     def final(self, error: BaseException, subject: Subject, *, sent_before: bool) -> CaptureError:
         """For an exception that repeating does not cure; a copy, as one error may answer a whole batch.
 
-        ``sent_before``: an earlier attempt may have reached a server.
+        ``sent_before``: an earlier attempt, or what goes before the step, may have reached a server.
         """
         meant = final_error(error, self._server)
-        earlier = "; an earlier attempt may have been applied" if sent_before else ""
+        earlier = "; an earlier attempt may have been applied, or a part of it" if sent_before else ""
         return type(meant)(
             f"{meant}{earlier} ({subject})",
             rollout_id=subject.rollout_id,

@@ -268,6 +268,7 @@ class RedisTokenSink(Writer[SinkSettings]):
     ) -> scripts.Reply:
         """Send the record with the blocks that are not known to be stored; with all, if that was wrong."""
         rollout_id, sequence = encoded.rollout_id, encoded.sequence
+        staged = False
         while True:
             first_block = self._blocks.first_unknown(rollout_id, incarnation, sequence)
             unknown_parts = self._blocks.unknown(rollout_id, incarnation, encoded.parts)
@@ -275,9 +276,10 @@ class RedisTokenSink(Writer[SinkSettings]):
                 refusal = await self._stage(executor, key, unknown_parts, incarnation, subject, deadline)
                 if refusal is not None:
                     return refusal
+                staged = True
             call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
             reply = await executor.run(
-                call, subject, deadline=deadline, meanwhile=lambda: sequence.without_tail
+                call, subject, deadline=deadline, sent=staged, meanwhile=lambda: sequence.without_tail
             )
             if reply.code != "MISSING":
                 return reply

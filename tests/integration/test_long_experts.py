@@ -22,6 +22,7 @@ from support.stored_state import hash_fields, read_state
 
 from gym_capture_redis import codec
 from gym_capture_redis.errors import (
+    BackendUnavailableError,
     CallConflictError,
     RecordTooLargeError,
     TokenCaptureFrozenError,
@@ -373,6 +374,27 @@ async def test_a_rollout_begun_again_between_the_steps_takes_nothing_of_the_earl
     await sink.begin_call(ROLLOUT, "new")
     await sink.put(entry)
     await backend.holds(entry)
+
+
+@only_real
+async def test_a_put_that_is_refused_after_its_parts_were_staged_does_not_say_that_nothing_changed(
+    backend: Backend,
+) -> None:
+    sink = await backend.sink()
+    await sink.begin_call(ROLLOUT, "c")
+
+    async def fill_up() -> None:
+        backend.redis.config_set("maxmemory", 1)
+
+    Wire(sink).before[Step.PUT] = fill_up
+    try:
+        with pytest.raises(BackendUnavailableError, match=r"out of memory.*earlier attempt may have been"):
+            await sink.put(call_of("c", LONG))
+    finally:
+        backend.redis.config_set("maxmemory", 0)
+    assert len(backend.parts()) == PARTS
+    await sink.put(call_of("c", LONG))
+    await backend.holds(call_of("c", LONG))
 
 
 # What happens while parts are read
