@@ -278,6 +278,7 @@ class RedisTokenSink(Writer[SinkSettings]):
                     return refusal
                 staged = True
             call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
+            # What the cache will keep of the sequence is a copy, which is best made while the server works.
             reply = await executor.run(
                 call, subject, deadline=deadline, sent=staged, meanwhile=lambda: sequence.without_tail
             )

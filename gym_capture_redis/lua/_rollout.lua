@@ -15,6 +15,7 @@ local MOST_STATE_BYTES = 400 -- of all words but the ends
 local MOST_MARK_IDS = 32 -- that a failure keeps, each of 16 digits and a space
 local MOST_DIGITS = 15 -- of a number that Lua counts exactly
 local MOST_DETAILS_BYTES = 65600 -- of a refusal, with its code
+local STEPS_AT_ONCE = 16 -- that are read before their size is known
 local MOST_ARGUMENTS = 4000 -- of one command, names with their values: Lua has room for about 8,000
 
 -- Argument number `number` of the entry at hand, as its step's header lists them.
@@ -216,14 +217,14 @@ local function collect_rows(state, from, max_bytes, rows)
   local traces = {}
   for seq = from, math.min(tonumber(state.seq), from + 999) do traces[#traces + 1] = 'o:' .. seq end
   traces = fetch(traces)
-  -- Where all of the rollout is less than max_bytes nothing has to be measured before some steps are read at once;
-  -- more than that comes to light once it was read.
+  -- Where all of the rollout is less than max_bytes, some steps are read at once and not measured before. That the
+  -- state says too little comes to light with the first of them.
   local all_bytes = state.bytes + MOST_DETAILS_BYTES * state.refusals
   local bytes, at = 0, 1
   while at <= #traces and (bytes < max_bytes or at == 1) do
     local begun, wanted, starts = #rows, {}, {}
     local is_small = math.max(all_bytes, bytes) <= max_bytes
-    local last = is_small and math.min(#traces, at + 15) or at
+    local last = is_small and math.min(#traces, at + STEPS_AT_ONCE - 1) or at
     repeat
       local field, names = read_trace(traces[at])
       if not is_small and bytes > 0 and names and string.sub(field, 1, 2) == 'r:'

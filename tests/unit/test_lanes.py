@@ -211,15 +211,21 @@ async def test_a_lane_cancelled_by_another_hand_takes_no_job_with_it(lanes: Lane
 # A step alone, over a connection that is good for sure: sent at once
 
 
-async def connected(lanes: Lanes, server: Server) -> None:
-    """Open all lanes, and let them wait for what comes next."""
-    server.ready = True
+async def one_for_each(lanes: Lanes, server: Server) -> list[asyncio.Future[Reply]]:
+    """Keep every lane busy until the server is open."""
     server.open.clear()
     first = []
     for number in range(LANES):
         first.append(submit(lanes, peek(b"first %d" % number)))
         async with asyncio.timeout(PATIENCE_S):
             await server.begun.acquire()
+    return first
+
+
+async def connected(lanes: Lanes, server: Server) -> None:
+    """Open all lanes, and let them wait for what comes next."""
+    server.ready = True
+    first = await one_for_each(lanes, server)
     server.open.set()
     await answers(first)
     await asyncio.sleep(0)
@@ -540,12 +546,7 @@ async def test_closing_answers_what_waits_and_refuses_what_comes_later(lanes: La
 async def test_a_step_whose_caller_left_keeps_no_bytes_until_a_lane_comes_across_it(
     lanes: Lanes, server: Server
 ) -> None:
-    server.open.clear()
-    first = []
-    for number in range(LANES):
-        first.append(submit(lanes, peek(b"key %d" % number)))
-        async with asyncio.timeout(PATIENCE_S):
-            await server.begun.acquire()
+    first = await one_for_each(lanes, server)
     left = submit(lanes, Call(Step.PUT, b"large", (bytes(1000),)))
     left.cancel()
     await asyncio.sleep(0)
