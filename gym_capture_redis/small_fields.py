@@ -13,6 +13,10 @@ from typing import Any
 SUBJECT_FIELDS = ("rollout_id", "model_call_id")
 """They are in the names of key and field; the digest covers them."""
 
+ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+PACKED_FIELDS = {*ARRAY_FIELDS, "routed_experts"}
+"""All others are small."""
+
 OMITTED_VALUES: dict[str, Any] = {
     "schema_version": 1,
     "model": "",

@@ -6,6 +6,7 @@ refused here (contract, section 2). The arrays are checked when they are packed.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,17 +15,15 @@ from pydantic_core import PydanticSerializationError
 
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.experts import expert_bytes
+from gym_capture_redis.plain_fields import plain_fields, plain_text_length
 from gym_capture_redis.plain_words import broken_rule
 from gym_capture_redis.records import TokenEntry
-from gym_capture_redis.small_fields import SUBJECT_FIELDS, without_omitted
+from gym_capture_redis.small_fields import ARRAY_FIELDS, PACKED_FIELDS, SUBJECT_FIELDS, without_omitted
 
 LARGE_TOKENS = 65_536
 """Records above this many tokens, or with routed experts, are worth a thread of their own."""
 
-ARRAY_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 EMPTY_ARRAYS: dict[str, Any] = {name: [] for name in ARRAY_FIELDS}
-
-_PACKED_FIELDS = {*ARRAY_FIELDS, "routed_experts"}
 
 _BYTES_PER_TOKEN = 16
 """Of an id on its way: four packed, three in a block, and both again in the pipeline."""
@@ -40,6 +39,8 @@ class TakenEntry(NamedTuple):
     generation_token_ids: Any
     generation_log_probs: Any
     routed_experts: Any
+    text_length: int
+    """Characters of all text in the small fields."""
 
     @property
     def tokens(self) -> int:
@@ -54,28 +55,25 @@ class TakenEntry(NamedTuple):
     @property
     def nbytes(self) -> int:
         """About how much memory encoding and sending it takes."""
-        return (
-            _BYTES_PER_TOKEN * self.tokens
-            + expert_bytes(self.routed_experts)
-            + _text_length(self.small_fields)
-        )
+        return _BYTES_PER_TOKEN * self.tokens + expert_bytes(self.routed_experts) + self.text_length
 
     def subject(self) -> tuple[Any, Any]:
         """Rollout id and call id, not checked."""
         return self.rollout_id, self.model_call_id
 
     def copied(self) -> TakenEntry:
-        """The same with arrays of its own, for another thread while the caller may change the entry.
+        """The same with values of its own, for another thread while the caller may change the entry.
 
-        Of nested lists only the outermost is copied: the rest would take seconds.
+        Of nested lists of routed experts only the outermost is copied: the rest would take seconds.
         """
         return TakenEntry(
             *self.subject(),
-            self.small_fields,
+            deepcopy(self.small_fields),
             _copied(self.prompt_token_ids),
             _copied(self.generation_token_ids),
             _copied(self.generation_log_probs),
             _copied(self.routed_experts),
+            self.text_length,
         )
 
 
@@ -86,9 +84,23 @@ def take(entry: Any) -> TakenEntry:
         InvalidRecordError: it is no such entry, breaks a rule, or cannot be serialised.
 
     """
+    if not isinstance(entry, BaseModel):
+        raise InvalidRecordError(f"put takes a TokenEntry, nothing of type {type(entry).__name__}")
+    small_fields = plain_fields(entry)
+    text_length = None if small_fields is None else plain_text_length(small_fields)
+    if small_fields is None or text_length is None:
+        return _taken_by_pydantic(entry)
+    return _taken(entry, small_fields, without_omitted(small_fields), text_length)
+
+
+def _taken_by_pydantic(entry: Any) -> TakenEntry:
     small_fields = _content_without_arrays(entry)
     stored = without_omitted(small_fields)
     _check_rereading(stored, small_fields)
+    return _taken(entry, small_fields, stored, _text_length(stored))
+
+
+def _taken(entry: Any, small_fields: dict[str, Any], stored: dict[str, Any], text_length: int) -> TakenEntry:
     return TakenEntry(
         small_fields.get("rollout_id"),
         small_fields.get("model_call_id"),
@@ -97,18 +109,17 @@ def take(entry: Any) -> TakenEntry:
         entry.generation_token_ids,
         entry.generation_log_probs,
         getattr(entry, "routed_experts", None),
+        text_length,
     )
 
 
-def _content_without_arrays(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, BaseModel):
-        raise InvalidRecordError(f"put takes a TokenEntry, nothing of type {type(entry).__name__}")
+def _content_without_arrays(entry: BaseModel) -> dict[str, Any]:
     missing = [name for name in (*ARRAY_FIELDS, *SUBJECT_FIELDS) if not hasattr(entry, name)]
     if missing:
         raise InvalidRecordError(f"put takes a TokenEntry; this {type(entry).__name__} lacks {missing[0]}")
     try:
         # A changed entry may hold other types than declared; what matters is what they serialise to.
-        dumped: Any = entry.model_dump(mode="json", exclude=_PACKED_FIELDS, warnings=False)
+        dumped: Any = entry.model_dump(mode="json", exclude=PACKED_FIELDS, warnings=False)
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
         raise _unserialisable(
             error, {name: _text_or_none(getattr(entry, name)) for name in SUBJECT_FIELDS}
@@ -145,13 +156,9 @@ def _refusal(what: str, small_fields: dict[str, Any]) -> InvalidRecordError:
 
 
 def _length(values: Any) -> int:
-    return (
-        np.size(values)
-        if isinstance(values, np.ndarray)
-        else len(values)
-        if isinstance(values, list | tuple)
-        else 0
-    )
+    if isinstance(values, list | tuple):
+        return len(values)
+    return np.size(values) if isinstance(values, np.ndarray) else 0
 
 
 def _text_length(fields: dict[str, Any]) -> int:

@@ -1,0 +1,126 @@
+"""Small fields that are their own JSON form, as those of nearly every entry are: told without pydantic.
+
+What holds what is declared, in plain types, is dumped as it is and read back as it is. Anything else is left
+to pydantic: the only rule here is when that has nothing to do. No I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from functools import cache
+from math import isfinite
+from types import NoneType
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from gym_capture_redis.records import ParentResolutionStatus, TokenEntry, check_entry
+from gym_capture_redis.small_fields import PACKED_FIELDS
+
+_MOST_CONTAINERS = 200
+"""So few are not nested too deeply for pydantic, and come to an end, also where one holds itself."""
+
+_LONGEST_BITS = 63
+
+
+def _plain_kinds(annotation: Any) -> frozenset[type]:
+    kinds = get_args(annotation) or (annotation,)
+    return frozenset(str if kind is ParentResolutionStatus else kind for kind in kinds)
+
+
+_KINDS = {
+    name: frozenset((list,)) if name == "output_items" else _plain_kinds(field.annotation)
+    for name, field in TokenEntry.model_fields.items()
+    if name not in PACKED_FIELDS
+}
+"""The types in which a field is read back as it is."""
+
+
+def plain_fields(entry: BaseModel) -> dict[str, Any] | None:
+    """The small fields as they are, if dumping them would give the same and reading them back too, else None.
+
+    What is in them is the entry's own, not copied.
+    """
+    entry_type = type(entry)
+    if getattr(entry, "__pydantic_extra__", None) or not _dumps_as_it_is(entry_type):
+        return None
+    if entry.__dict__.keys() != entry_type.model_fields.keys():
+        return None
+    fields = {name: value for name, value in entry.__dict__.items() if name not in PACKED_FIELDS}
+    status = fields.get("parent_resolution")
+    if isinstance(status, StrEnum):
+        fields["parent_resolution"] = status.value
+    if any(type(fields.get(name, ...)) not in kinds for name, kinds in _KINDS.items()):
+        return None
+    if not set(map(type, fields["output_items"])) <= {dict}:
+        return None
+    try:
+        check_entry(entry)  # type: ignore[arg-type] # it has the same fields
+    except (ValueError, TypeError):
+        return None
+    return fields
+
+
+def plain_text_length(fields: dict[str, Any]) -> int | None:
+    """Characters of all text in the fields, or None if anything in them is not its own JSON form."""
+    length = 0
+    containers: list[Any] = [fields]
+    for container in containers:  # which grow meanwhile
+        if type(container) is dict and not all(map(_is_key, container)):
+            return None
+        values: Iterable[Any] = container.values() if type(container) is dict else container
+        for value in values:
+            kind = type(value)
+            if kind is str:
+                if not _is_utf8(value):
+                    return None
+                length += len(value)
+            elif kind is dict or kind is list:
+                containers.append(value)
+            elif not _is_plain(value, kind):
+                return None
+        if len(containers) > _MOST_CONTAINERS:
+            return None
+    return length
+
+
+def _is_plain(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isfinite(value)
+    if kind is int:
+        return bool(value.bit_length() <= _LONGEST_BITS)
+    return kind is bool or kind is NoneType
+
+
+def _is_key(key: object) -> bool:
+    return type(key) is str and _is_utf8(key)
+
+
+def _is_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@cache
+def _dumps_as_it_is(entry_type: type[BaseModel]) -> bool:
+    """Whether the class dumps plain values as they are, each under the name of its field."""
+    if entry_type is TokenEntry:  # whose only serialiser is about other types
+        return True
+    return entry_type.model_dump is BaseModel.model_dump and not _serialises(
+        entry_type.__pydantic_core_schema__
+    )
+
+
+def _serialises(schema: Any) -> bool:
+    """Whether a schema of pydantic says anything of its own about dumping."""
+    if isinstance(schema, dict):
+        return bool(schema.get("computed_fields")) or any(
+            str(name).startswith("serialization") or _serialises(value) for name, value in schema.items()
+        )
+    return isinstance(schema, list | tuple) and any(map(_serialises, schema))
