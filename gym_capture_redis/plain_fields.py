@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from enum import StrEnum
 from functools import cache
 from math import isfinite
-from types import NoneType
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -22,6 +21,7 @@ _MOST_CONTAINERS = 200
 """So few are not nested too deeply for pydantic, and come to an end, also where one holds itself."""
 
 _LONGEST_BITS = 63
+_TEXT = frozenset((str,))
 
 
 def _plain_kinds(annotation: Any) -> frozenset[type]:
@@ -64,42 +64,36 @@ def plain_fields(entry: BaseModel) -> dict[str, Any] | None:
 
 def plain_text_length(fields: dict[str, Any]) -> int | None:
     """Characters of all text in the fields, or None if anything in them is not its own JSON form."""
-    length = 0
+    texts: list[str] = []
     containers: list[Any] = [fields]
     for container in containers:  # which grow meanwhile
-        if type(container) is dict and not all(map(_is_key, container)):
-            return None
-        values: Iterable[Any] = container.values() if type(container) is dict else container
+        values: Iterable[Any] = container
+        if type(container) is dict:
+            if not _TEXT.issuperset(map(type, container)):
+                return None
+            texts += container
+            values = container.values()
         for value in values:
             kind = type(value)
             if kind is str:
-                if not _is_utf8(value):
-                    return None
-                length += len(value)
+                texts.append(value)
             elif kind is dict or kind is list:
                 containers.append(value)
-            elif not _is_plain(value, kind):
+            elif value is not None and not _is_plain_number(value, kind):
                 return None
         if len(containers) > _MOST_CONTAINERS:
             return None
-    return length
+    text = "".join(texts)
+    return len(text) if text.isascii() or _is_utf8(text) else None
 
 
-def _is_plain(value: Any, kind: type) -> bool:
-    if kind is float:
-        return isfinite(value)
+def _is_plain_number(value: Any, kind: type) -> bool:
     if kind is int:
         return bool(value.bit_length() <= _LONGEST_BITS)
-    return kind is bool or kind is NoneType
-
-
-def _is_key(key: object) -> bool:
-    return type(key) is str and _is_utf8(key)
+    return kind is bool or (kind is float and isfinite(value))
 
 
 def _is_utf8(text: str) -> bool:
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:
