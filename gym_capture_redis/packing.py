@@ -6,7 +6,7 @@ vocabularies fit three bytes.
 
 from __future__ import annotations
 
-import sys
+import struct
 from array import array
 from collections.abc import Sequence
 from math import isfinite
@@ -238,15 +238,12 @@ def pack_log_probs(values: Any) -> Packed:
             issubclass(kind, _REALS) for kind in set(map(type, values))
         ):
             raise InvalidRecordError(_NO_FLOATS)
+        if len(values) <= _FEW and (narrow_bytes := _exact_float32(values)) is not None:
+            return Packed("f4", narrow_bytes)
         try:
             numbers = array("d", values)
         except (TypeError, OverflowError):  # such as an integer beyond all floats
             raise InvalidRecordError(_NO_FLOATS) from None
-        narrowed = array("f", numbers if len(numbers) <= _FEW else ())
-        if narrowed.tolist() == numbers.tolist() and isfinite(sum(narrowed)):
-            if sys.byteorder == "big":
-                narrowed.byteswap()
-            return Packed("f4", narrowed.tobytes())
         wide = _as_array(numbers)
     with np.errstate(over="ignore", invalid="ignore"):
         narrow, squares = wide.astype("<f4"), wide.dot(wide)
@@ -255,6 +252,17 @@ def pack_log_probs(values: Any) -> Packed:
         raise InvalidRecordError("the record is invalid: generation_log_probs holds NaN or an infinity")
     raw = wide.tobytes()
     return Packed("f4", narrow.tobytes()) if narrow.astype("<f8").tobytes() == raw else Packed("f8", raw)
+
+
+def _exact_float32(values: Sequence[Any]) -> bytes | None:
+    """Numbers as float32, if these are finite and equal to them."""
+    form = f"<{len(values)}f"
+    try:
+        packed = struct.pack(form, *values)
+    except (OverflowError, struct.error):
+        return None
+    narrowed = struct.unpack(form, packed)
+    return packed if narrowed == tuple(values) and isfinite(sum(narrowed)) else None
 
 
 def unpack_log_probs(packed: Packed) -> Array:
