@@ -15,13 +15,14 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from gym_capture_redis.records import ParentResolutionStatus, TokenEntry, check_entry
-from gym_capture_redis.small_fields import PACKED_FIELDS
+from gym_capture_redis.small_fields import OMITTED_VALUES, PACKED_FIELDS
 
 _MOST_CONTAINERS = 200
 """So few are not nested too deeply for pydantic, and come to an end, also where one holds itself."""
 
 _LONGEST_BITS = 63
-_TEXT = frozenset((str,))
+_NOT_OMITTED = object()
+_TEXT, _MAPPING = frozenset((str,)), frozenset((dict,))
 
 
 def _plain_kinds(annotation: Any) -> frozenset[type]:
@@ -40,20 +41,25 @@ _KINDS = {
 def plain_fields(entry: BaseModel) -> dict[str, Any] | None:
     """The small fields as they are, if dumping them would give the same and reading them back too, else None.
 
-    What is in them is the entry's own, not copied.
+    Most of those that records leave out are left out. What is in the others is the entry's own, not copied.
     """
-    entry_type = type(entry)
+    values, entry_type = entry.__dict__, type(entry)
     if getattr(entry, "__pydantic_extra__", None) or not _dumps_as_it_is(entry_type):
         return None
-    if entry.__dict__.keys() != entry_type.model_fields.keys():
+    if values.keys() != entry_type.model_fields.keys():
         return None
-    fields = {name: value for name, value in entry.__dict__.items() if name not in PACKED_FIELDS}
+    fields = {
+        name: value
+        for name, value in values.items()
+        if value is not OMITTED_VALUES.get(name, _NOT_OMITTED) and name not in PACKED_FIELDS
+    }
     status = fields.get("parent_resolution")
     if isinstance(status, StrEnum):
         fields["parent_resolution"] = status.value
-    if any(type(fields.get(name, ...)) not in kinds for name, kinds in _KINDS.items()):
-        return None
-    if not set(map(type, fields["output_items"])) <= {dict}:
+    for name, value in fields.items():
+        if name in _KINDS and type(value) not in _KINDS[name]:
+            return None
+    if not _MAPPING.issuperset(map(type, fields.get("output_items", ()))):
         return None
     try:
         check_entry(entry)  # type: ignore[arg-type] # it has the same fields
@@ -103,12 +109,12 @@ def _is_utf8(text: str) -> bool:
 
 @cache
 def _dumps_as_it_is(entry_type: type[BaseModel]) -> bool:
-    """Whether the class dumps plain values as they are, each under the name of its field."""
+    """Whether the class has our fields, and dumps plain values as they are, each under its field's name."""
     if entry_type is TokenEntry:  # whose only serialiser is about other types
         return True
-    return entry_type.model_dump is BaseModel.model_dump and not _serialises(
-        entry_type.__pydantic_core_schema__
-    )
+    has_all = TokenEntry.model_fields.keys() <= entry_type.model_fields.keys()
+    dumps_as_usual = entry_type.model_dump is BaseModel.model_dump
+    return has_all and dumps_as_usual and not _serialises(entry_type.__pydantic_core_schema__)
 
 
 def _serialises(schema: Any) -> bool:

@@ -103,6 +103,8 @@ ODD_VALUES: dict[str, Any] = {
     "date": dt.date(2020, 1, 1),
     "object": object(),
     "class": int,
+    "dots": ...,
+    "no-list": [],
     "entry": sample_entry(),
     "list": [1],
     "ordered": OrderedDict(a=1),
