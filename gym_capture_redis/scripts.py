@@ -67,7 +67,7 @@ class Step(Enum):
     FAIL = ("fail", "allow-oom")
     ROWS = ("rows", "allow-oom")
     FIELDS = ("fields", "allow-oom")
-    FETCH = ("HMGET", "")
+    FETCH = ("HGET", "")
     """No script but Redis' own command: a script would get a copy of all that it hands on."""
 
     @cache
@@ -279,10 +279,9 @@ class Reply(NamedTuple):
             ValueError: this is no value of one field.
 
         """
-        match raw:
-            case [bytes() | None as value]:
-                return cls("OK", "", 0, 0, (value,), run_id)
-        raise ValueError("not the value of a field")
+        if not isinstance(raw, bytes | memoryview | None):
+            raise ValueError("not the value of a field")  # noqa: TRY004 - as of the other replies
+        return cls("OK", "", 0, 0, (raw,), run_id)
 
 
 class Row(NamedTuple):
