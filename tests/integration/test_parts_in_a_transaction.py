@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
+from redis.crc import key_slot
 from redis.exceptions import ResponseError
 from support.backends import EVERY_KIND, place_of
+from support.cluster import ClusterGroup
+from support.sample_entries import sample_entry
 from support.stored_state import FIELD, change_state, hash_fields, parse_state
 
 from gym_capture_redis import scripts
 from gym_capture_redis.connection import Link
 from gym_capture_redis.keys import rollout_key
 from gym_capture_redis.lanes import exchange
+from gym_capture_redis.records import TokenEntry
 from gym_capture_redis.scripts import MAX_JOINED_BYTES, Call, Reply
 from gym_capture_redis.settings import SinkSettings
+from gym_capture_redis.sink import RedisTokenSink
+from gym_capture_redis.source import RedisTokenSource
 
 NAME, OTHER_NAME = b"n" * 16, b"m" * 16
 SMALL, LARGE = b"a part", b"x" * (MAX_JOINED_BYTES + 1)
+LONG_EXPERTS = np.arange(1_500_000, dtype="i1").reshape(-1, 10, 1)
 ATTEMPT, OTHER_ATTEMPT, SNAPSHOT_ID = "1" * 32, "2" * 32, "5" * 32
 
 BOTH_WAYS = pytest.mark.parametrize("part", [SMALL, LARGE], ids=["in the script", "in a transaction"])
@@ -185,3 +195,33 @@ async def test_what_came_without_its_announcement_goes_again(rollout: Rollout) -
     rollout.redis.delete(rollout.key.decode())
     await rollout.link.pipeline([sent[0], *sent[2:]])
     assert not rollout.redis.exists(rollout.key.decode())
+
+
+def test_a_rollout_that_begins_while_its_slot_moves_takes_parts(
+    cluster_group: ClusterGroup, namespace: str
+) -> None:
+    """Its node sends each step on to another one, which has to be asked (ASKING) before the transaction."""
+    settings: Any = {"namespace": namespace, "timeout_s": 60.0}
+    slot = key_slot(rollout_key(namespace, "r"))
+    names = map("r{}".format, count())
+    alike = (name for name in names if key_slot(rollout_key(namespace, name)) == slot)
+    entries = [sample_entry("r"), sample_entry(next(alike), routed_experts=LONG_EXPERTS)]
+
+    async def put(entry: TokenEntry) -> None:
+        async with RedisTokenSink(cluster_group.url, **settings) as sink:
+            await sink.put(entry)
+
+    async def check() -> None:
+        async with RedisTokenSource(cluster_group.url, **settings) as source:
+            for entry in entries:
+                snapshot = await source.freeze_arrays(entry.rollout_id)
+                assert not snapshot.incomplete, snapshot.reasons
+                found: Any = snapshot.entries[0].routed_experts
+                expected: Any = entry.routed_experts
+                assert np.array_equal(found, expected)
+
+    asyncio.run(put(entries[0]))
+    source_node = cluster_group.node_of_slot(slot)
+    target = next(node for node in cluster_group.primaries() if node is not source_node)
+    cluster_group.migrate_slot(slot, target, between=lambda: asyncio.run(put(entries[1])))
+    asyncio.run(check())
