@@ -6,17 +6,25 @@ Steps of one kind share a script call; an entry of it answers for itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from redis.exceptions import InvalidResponse, ResponseError
 
-from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step, command, read_replies
+from gym_capture_redis.scripts import (
+    EXEC,
+    MAX_JOINED_BYTES,
+    Argument,
+    Call,
+    Dialect,
+    Reply,
+    Step,
+    commands,
+    read_replies,
+)
 
 MAX_BATCH_CALLS = 64
 MAX_BATCH_BYTES = 2**20
-MAX_JOINED_BYTES = 2**18
-"""A larger step is a script call of its own: joining it would save nothing and hold the server longer."""
-
 ASKING: tuple[Argument, ...] = ("ASKING",)
 
 
@@ -59,34 +67,44 @@ def grouped(batch: Sequence[ToSendT], *, one_key: bool) -> list[list[ToSendT]]:
 
 
 def commands_of(group: Sequence[ToSend], dialect: Dialect) -> list[tuple[Argument, ...]]:
-    """One script call for a group, behind the word that a node needs which is still getting the slot."""
-    script_call = command([each.call for each in group], dialect, by_source=group[0].by_source)
-    return [ASKING, script_call] if group[0].asking else [script_call]
+    """What sends a group, behind the word that a node needs which is still getting the slot."""
+    sent = commands([each.call for each in group], dialect, by_source=group[0].by_source)
+    return [ASKING, *sent] if group[0].asking else sent
 
 
 def answers_of(
     groups: Sequence[Sequence[ToSend]],
-    commands: Sequence[tuple[Argument, ...]],
+    sent: Sequence[Sequence[tuple[Argument, ...]]],
     answers: Sequence[Any],
     run_id: str,
 ) -> list[Exception | list[Reply | ResponseError]]:
     """What each group was answered by the server with this run id: one error for all, or a reply for each.
 
+    ``sent`` are the commands of each group, to all of which ``answers`` are the replies.
+
     Raises:
         InvalidResponse: an answer does not have the form that the scripts give.
 
     """
-    asked = [(words, answer) for words, answer in zip(commands, answers, strict=True) if words != ASKING]
+    each = iter(answers)
     try:
         return [
-            answer if isinstance(answer, Exception) else _read(words, answer, len(group), run_id)
-            for group, (words, answer) in zip(groups, asked, strict=True)
+            _read(words[-1], list(islice(each, len(words))), len(group), run_id)
+            for group, words in zip(groups, sent, strict=True)
         ]
     except ValueError:
         raise InvalidResponse("a reply has a form that no step gives") from None
 
 
-def _read(words: Sequence[Argument], answer: Any, count: int, run_id: str) -> list[Reply | ResponseError]:
-    if words[0] == Step.FETCH.value[0]:
+def _read(
+    last: tuple[Argument, ...], answers: Sequence[Any], count: int, run_id: str
+) -> Exception | list[Reply | ResponseError]:
+    """The first error tells why; else what the last command was answered."""
+    answer = next((answer for answer in answers if isinstance(answer, Exception)), answers[-1])
+    if last == EXEC and isinstance(answer, list):
+        answer = next(iter(answer), None)  # of the script, which comes first
+    if isinstance(answer, Exception):
+        return answer
+    if last[0] == Step.FETCH.value[0]:
         return [Reply.of_value(answer, run_id)]
     return read_replies(answer, count, run_id)

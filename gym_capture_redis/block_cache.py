@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gym_capture_redis.blocks import ROOT, TokenSequence
@@ -111,8 +111,8 @@ class BlockCache:
             return 0
 
     def unknown(
-        self, rollout_id: str, incarnation: str, parts: list[tuple[bytes, bytes]]
-    ) -> list[tuple[bytes, bytes]]:
+        self, rollout_id: str, incarnation: str, parts: Sequence[tuple[bytes, bytes]]
+    ) -> Sequence[tuple[bytes, bytes]]:
         """Those of the parts, given as name and content, that are not known to be stored in this attempt."""
         contents = self._contents()
         with contents.lock:

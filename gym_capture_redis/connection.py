@@ -22,6 +22,7 @@ from redis.asyncio.connection import (
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from gym_capture_redis.long_value import LongValue
 from gym_capture_redis.parts import PART_BYTES
 from gym_capture_redis.scripts import Argument, Dialect
 from gym_capture_redis.searches import ASK_TIMEOUT_S, Search
@@ -117,6 +118,8 @@ class Link:
                 replies is known.
 
         """
+        if self._transport is not None:
+            return await self.finish(self.begin(commands, confirm_s=confirm_s))
         pipeline = Pipeline(commands, self._terms, confirm_s)
         await self._connection.send_packed_command(pipeline.packed, check_health=False)
         return await self.finish(pipeline)
@@ -131,14 +134,27 @@ class Link:
         if self._transport is None:
             raise redis_errors.ConnectionError("not connected")
         pipeline = Pipeline(commands, self._terms, confirm_s)
-        self._transport.write(pipeline.packed)
+        for piece in pipeline.packed:
+            self._transport.write(piece)
         return pipeline
 
     async def finish(self, pipeline: Pipeline) -> tuple[list[Any], bool]:
         """The replies to what was begun; see ``pipeline``."""
-        answers = pipeline.read([await _reply(self._connection) for _ in range(pipeline.count)])
+        long = await self._long_values(pipeline.long_values)
+        rest = [await _reply(self._connection) for _ in range(pipeline.count - len(long))]
+        answers = pipeline.read([*long, *rest])
         self._answered_at_s = time.monotonic()
         return answers
+
+    async def _long_values(self, most: int) -> list[Any]:
+        """The first replies, as long as they are long values."""
+        values: list[Any] = []
+        while len(values) < most and isinstance(self._transport, asyncio.Transport):
+            value = await LongValue(self._transport, max_bytes=PART_BYTES).reply
+            if value is None:
+                break
+            values.append(value)
+        return values
 
     async def is_as_before(self) -> bool:
         """Whether its server has the same writes as before, asked where nothing was sent for a while.

@@ -6,6 +6,7 @@ The forms, and what they are for, are in docs/wire-format.md. No I/O here.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic_core import to_jsonable_python
 
 from gym_capture_redis.errors import InvalidRecordError
 from gym_capture_redis.packing import MAX_ID, Array, Packed, pack_integers, unpack_integers
-from gym_capture_redis.parts import cut
+from gym_capture_redis.parts import Part, cut
 from gym_capture_redis.route_text import decode_base64, encode_base64
 
 PLAIN = "json"
@@ -145,5 +146,5 @@ def unpack_experts(form: Any, *, arrays: bool) -> Any:
     raise ValueError("unknown form of routed experts")
 
 
-def _parts(packed: bytes | list[bytes]) -> list[bytes]:
+def _parts(packed: bytes | list[Part]) -> Sequence[Part]:
     return [packed] if isinstance(packed, bytes) else packed

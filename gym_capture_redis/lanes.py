@@ -276,7 +276,8 @@ class Sending(NamedTuple):
     """Steps as one pipeline of few script calls."""
 
     groups: list[list[Job]]
-    commands: list[tuple[Argument, ...]]
+    sent: list[list[tuple[Argument, ...]]]
+    """The commands of each group."""
     writing: list[bool]
     """Of each group; later its caller may have left, and the call."""
 
@@ -284,10 +285,15 @@ class Sending(NamedTuple):
     def of(cls, batch: Sequence[Job], dialect: Dialect, *, one_key: bool) -> Sending:
         """What to send for those whose callers still wait; it counts as sent from now on."""
         groups = grouped([job for job in batch if not job.reply.done()], one_key=one_key)
-        commands = [words for group in groups for words in commands_of(group, dialect)]
+        sent = [commands_of(group, dialect) for group in groups]
         for job in chain.from_iterable(groups):
             job.sent = True
-        return cls(groups, commands, [group[0].call.step.writes for group in groups])
+        return cls(groups, sent, [group[0].call.step.writes for group in groups])
+
+    @property
+    def commands(self) -> list[tuple[Argument, ...]]:
+        """All commands, in order."""
+        return list(chain.from_iterable(self.sent))
 
     def confirm_s(self, most_s: float) -> float | None:
         """How long to wait until what is written is as durable as promised; None if nothing is."""
@@ -295,7 +301,7 @@ class Sending(NamedTuple):
 
     def answer(self, answers: Sequence[Any], run_id: str, *, confirmed: bool) -> None:
         """Give each job its own reply."""
-        read = answers_of(self.groups, self.commands, answers, run_id)
+        read = answers_of(self.groups, self.sent, answers, run_id)
         for group, writes, answer in zip(self.groups, self.writing, read, strict=True):
             _answer(group, answer, confirmed=confirmed or not writes)
 

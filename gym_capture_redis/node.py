@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from gym_capture_redis.batches import MAX_JOINED_BYTES
 from gym_capture_redis.lanes import Job, Lanes, OpenLink
-from gym_capture_redis.scripts import Call
+from gym_capture_redis.scripts import MAX_JOINED_BYTES, Call
 from gym_capture_redis.settings import ConnectionSettings
 
 _LARGE_LANES = 2

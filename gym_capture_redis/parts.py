@@ -7,12 +7,14 @@ rollout. No I/O here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 PART_BYTES = 2**20
 """Bytes of every part but the last. Part of the format, never a setting."""
 
 NAME_BYTES = 16
+
+Part = bytes | memoryview
 
 
 def cut(value: bytes) -> list[bytes]:
@@ -20,33 +22,42 @@ def cut(value: bytes) -> list[bytes]:
     return [value[start : start + PART_BYTES] for start in range(0, len(value), PART_BYTES)]
 
 
-def named(parts: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
+def named(parts: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """The parts, each behind its name."""
-    return [(_name(part), part) for part in parts]
+    return ((_name(part), part) for part in parts)
+
+
+def is_named(name: bytes, content: Part) -> bool:
+    """Whether this is the content that the name stands for."""
+    return _name(content) == name
 
 
 class PartStore:
     """The parts of one rollout as they are read back."""
 
     def __init__(self) -> None:
-        self._parts: dict[bytes, bytes] = {}
+        self._parts: dict[bytes, Part] = {}
 
     def __len__(self) -> int:
         """How many different parts were added."""
         return len(self._parts)
 
-    def add(self, name: bytes, content: bytes) -> None:
+    def add(self, name: bytes, content: Part) -> None:
         """Take one stored part.
 
         Raises:
             ValueError: the content is not the one with this name.
 
         """
-        if _name(content) != name:
+        if not is_named(name, content):
             raise ValueError("not the part of this name")
+        self.add_checked(name, content)
+
+    def add_checked(self, name: bytes, content: Part) -> None:
+        """Take one stored part, which ``is_named`` so."""
         self._parts[name] = content
 
-    def of(self, names: Iterable[bytes]) -> list[bytes]:
+    def of(self, names: Iterable[bytes]) -> list[Part]:
         """The parts with these names: together they are the value that was cut.
 
         Raises:
@@ -56,6 +67,6 @@ class PartStore:
         return [self._parts[name] for name in names]
 
 
-def _name(content: bytes) -> bytes:
+def _name(content: Part) -> bytes:
     # For long values several times faster than BLAKE2b, where processors help with it.
     return hashlib.sha256(content).digest()[:NAME_BYTES]

@@ -11,24 +11,27 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from gym_capture_redis.parts import PART_BYTES, cut
+from gym_capture_redis.parts import PART_BYTES, Part, cut
 
-_PIECE_BYTES = 3 * 2**16
-_PIECE_CHARACTERS = _PIECE_BYTES // 3 * 4
 _ROUND_CHARACTERS = 4 * PART_BYTES
-"""Of three parts: the fewest that are both whole pieces and whole parts."""
+"""Of three parts: the fewest that are whole groups of characters and whole parts."""
 
 
 class _Base64(NamedTuple):
-    """Whose base64 it is. ``decode`` raises ValueError for what is no base64."""
+    """Whose base64 it is. ``decode`` raises ValueError for what is no base64.
+
+    ``piece_bytes``, whole groups of three, are what it is given at once: it holds the interpreter.
+    """
 
     decode: Callable[[str], bytes]
     encode: Callable[[memoryview], str]
+    piece_bytes: int
 
 
 _STANDARD = _Base64(
     decode=partial(binascii.a2b_base64, strict_mode=True),
     encode=lambda raw: binascii.b2a_base64(raw, newline=False).decode("ascii"),
+    piece_bytes=3 * 2**16,
 )
 
 
@@ -37,7 +40,11 @@ def _fastest() -> _Base64:
         import pybase64
     except ImportError:
         return _STANDARD
-    return _Base64(decode=partial(pybase64.b64decode, validate=True), encode=pybase64.b64encode_as_string)
+    return _Base64(
+        decode=partial(pybase64.b64decode, validate=True),
+        encode=pybase64.b64encode_as_string,
+        piece_bytes=3 * PART_BYTES,
+    )
 
 
 _BASE64 = _fastest()
@@ -61,7 +68,7 @@ def decode_base64(text: str, start: int = 0) -> list[bytes] | None:
     return None if is_padded_before or encode_base64([end]) != last else parts
 
 
-def encode_base64(parts: Iterable[bytes], head: str = "") -> str:
+def encode_base64(parts: Iterable[Part], head: str = "") -> str:
     """The canonical base64 of all ``parts`` together, behind ``head``."""
     text = head
     for groups in _whole_groups(parts):
@@ -71,17 +78,23 @@ def encode_base64(parts: Iterable[bytes], head: str = "") -> str:
 
 
 def _decoded_pieces(text: str, start: int, stop: int) -> Iterator[bytes]:
-    for at in range(start, stop, _PIECE_CHARACTERS):
-        yield _BASE64.decode(text[at : min(stop, at + _PIECE_CHARACTERS)])
+    characters = _BASE64.piece_bytes // 3 * 4
+    for at in range(start, stop, characters):
+        yield _BASE64.decode(text[at : min(stop, at + characters)])
 
 
-def _whole_groups(parts: Iterable[bytes]) -> Iterator[memoryview]:
+def _whole_groups(parts: Iterable[Part]) -> Iterator[memoryview]:
     """All bytes in order, in pieces of whole groups of three; only the last may be any."""
     rest = b""
     for part in parts:
-        for start in range(0, len(part), _PIECE_BYTES):
-            piece = rest + part[start : start + _PIECE_BYTES]
-            whole = len(piece) // 3 * 3
-            yield memoryview(piece)[:whole]
-            rest = piece[whole:]
+        view = memoryview(part)
+        begin = -len(rest) % 3
+        if len(view) < begin:
+            rest += view
+            continue
+        yield memoryview(rest + view[:begin])
+        end = begin + (len(view) - begin) // 3 * 3
+        for start in range(begin, end, _BASE64.piece_bytes):
+            yield view[start : min(end, start + _BASE64.piece_bytes)]
+        rest = bytes(view[end:])
     yield memoryview(rest)

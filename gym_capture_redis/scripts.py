@@ -19,6 +19,7 @@ from gym_capture_redis.blocks import NAME_BYTES, ROOT
 from gym_capture_redis.codec import EncodedRecord
 from gym_capture_redis.keys import BLOCK, PART, RECORDED, new_name, refusal_row
 from gym_capture_redis.parts import PART_BYTES
+from gym_capture_redis.script_files import read as read_file
 from gym_capture_redis.script_files import script
 
 FORMAT = 1
@@ -66,7 +67,7 @@ class Step(Enum):
     FAIL = ("fail", "allow-oom")
     ROWS = ("rows", "allow-oom")
     FIELDS = ("fields", "allow-oom")
-    FETCH = ("HMGET", "")
+    FETCH = ("HGET", "")
     """No script but Redis' own command: a script would get a copy of all that it hands on."""
 
     @cache
@@ -76,7 +77,7 @@ class Step(Enum):
         if healing:
             flags = "allow-oom"
         first_lines = [
-            "#!lua" + (f" flags={flags}" if flags else "") if dialect.flagged else f"-- {name}",
+            _first_line(name, dialect, flags),
             f"local FORMAT = '{FORMAT}'",
             f"local CONFIRMED = {'true' if dialect.confirmed and self.writes else 'false'}",
         ]
@@ -111,11 +112,16 @@ class Step(Enum):
         return hashlib.sha1(self.source(dialect, healing=healing), usedforsecurity=False).hexdigest()
 
 
+def _first_line(name: str, dialect: Dialect, flags: str) -> str:
+    """Of a script: its flags, which only real servers understand, or else a remark."""
+    return "#!lua" + (f" flags={flags}" if flags else "") if dialect.flagged else f"-- {name}"
+
+
 _LONG_READS = (Step.READ, Step.INDEX, Step.BLOCKS, Step.ROWS, Step.FIELDS, Step.FETCH)
 
 _TRACES = {
     Step.BEGIN: ("n:", 2),
-    Step.STAGE: ("p:", 2),
+    Step.STAGE: ("p:", 3),
     Step.PUT: ("r:", 2),
     Step.REFUSE: ("x:", 3),
     Step.MARK: ("f:", 3),
@@ -159,6 +165,44 @@ def again(call: Call) -> Call:
     """
     names = 0 if call.healing else _NEW_NAMES.get(call.step, 0)
     return replace(call, args=(*(new_name() for _ in range(names)), *call.args[names:])) if names else call
+
+
+MAX_JOINED_BYTES = 2**18
+"""A larger step is a script call of its own: joining it would save nothing and hold the server longer."""
+
+EXEC: tuple[Argument, ...] = ("EXEC",)
+
+
+def commands(calls: Sequence[Call], dialect: Dialect, *, by_source: bool) -> list[tuple[Argument, ...]]:
+    """What sends several calls of the same step: a script call, or a transaction around one."""
+    (first, *others) = calls
+    if first.step is Step.STAGE and first.nbytes > MAX_JOINED_BYTES and not (others or first.healing):
+        return _staging(first, dialect)
+    return [command(calls, dialect, by_source=by_source)]
+
+
+def _staging(call: Call, dialect: Dialect) -> list[tuple[Argument, ...]]:
+    """Stage a part without handing it to a script, which would get a copy of it and hand on another one.
+
+    What is stored is first announced by the step, and put right behind it. Both by source: one script that is
+    not known would let the rest of the transaction go on.
+    """
+    args: tuple[Any, ...] = call.args
+    *others, name, part = args
+    step = replace(call, args=(*others, name, b""))
+    field = BLOCK + name
+    return [
+        ("MULTI",),
+        command([step], dialect, by_source=True),
+        ("HSETNX", call.key, field, part),
+        ("EVAL", _staged(dialect), 1, call.key, field),
+        EXEC,
+    ]
+
+
+@cache
+def _staged(dialect: Dialect) -> bytes:
+    return "\n".join([_first_line("staged", dialect, "allow-oom"), read_file("_staged")]).encode()
 
 
 def command(calls: Sequence[Call], dialect: Dialect, *, by_source: bool) -> tuple[Argument, ...]:
@@ -235,10 +279,9 @@ class Reply(NamedTuple):
             ValueError: this is no value of one field.
 
         """
-        match raw:
-            case [bytes() | None as value]:
-                return cls("OK", "", 0, 0, (value,), run_id)
-        raise ValueError("not the value of a field")
+        if not isinstance(raw, bytes | memoryview | None):
+            raise ValueError("not the value of a field")  # noqa: TRY004 - as of the other replies
+        return cls("OK", "", 0, 0, (raw,), run_id)
 
 
 class Row(NamedTuple):
@@ -419,7 +462,7 @@ def put_staged(
 
 def stage(key: bytes, name: bytes, part: bytes, *, incarnation: str) -> Call:
     """``lua/stage.lua``."""
-    return Call(Step.STAGE, key, (incarnation, name, part))
+    return Call(Step.STAGE, key, (incarnation, len(part), name, part))
 
 
 def mark(

@@ -14,7 +14,7 @@ from gym_capture_redis import codec
 from gym_capture_redis.blocks import NAME_BYTES, BlockTree
 from gym_capture_redis.errors import CorruptRecordError
 from gym_capture_redis.keys import ANNOUNCED, FAILURE, INTENT, PART, RECORD, RECORDED, REFUSAL, REFUSED
-from gym_capture_redis.parts import PartStore
+from gym_capture_redis.parts import Part, PartStore
 from gym_capture_redis.protocols import IncompleteCode, IncompleteReason, Refusal, TokenCaptureSnapshot
 from gym_capture_redis.scripts import Chunk, Frozen, Row
 
@@ -64,12 +64,12 @@ class SnapshotAssembly:
         for row in chunk.rows:
             self._add_row(row)
 
-    def add_part(self, name: bytes, content: bytes | None) -> None:
-        """Take and check a part; None for one that is gone."""
-        try:
-            self._parts.add(name, content or b"")
-        except ValueError:
+    def add_part(self, name: bytes, content: Part | None) -> None:
+        """Take a part that was checked (``parts.is_named``); None for one that is gone or damaged."""
+        if content is None:
             self._unusable_parts += 1
+        else:
+            self._parts.add_checked(name, content)
 
     def finish(self) -> TokenCaptureSnapshot:
         """Build the entries, compare everything with the rollout's own counts, and close.

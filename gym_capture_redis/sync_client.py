@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from redis import exceptions as redis_errors
@@ -167,12 +168,12 @@ class _Node:
         try:
             waiting = [job for job in jobs if job.may_be_sent()]
             groups = grouped(in_order(waiting), one_key=self._one_key)
-            commands = [words for group in groups for words in commands_of(group, link.dialect)]
+            sent = [commands_of(group, link.dialect) for group in groups]
             writes = any(group[0].call.step.writes for group in groups)
             answers, confirmed = link.pipeline(
-                commands, deadline=try_until, confirm_s=try_s / 2 if writes else None
+                list(chain.from_iterable(sent)), deadline=try_until, confirm_s=try_s / 2 if writes else None
             )
-            read = answers_of(groups, commands, answers, link.run_id)
+            read = answers_of(groups, sent, answers, link.run_id)
             for group, answer in zip(groups, read, strict=True):
                 _answer(group, answer, confirmed=confirmed)
         except BaseException:

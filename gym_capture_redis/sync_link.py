@@ -123,11 +123,11 @@ class _Line:
 
     def ask(self, words: Sequence[str]) -> Any:
         """The reply to one command; an error reply as an exception that is not raised."""
-        (reply,) = self.exchange(pack_command(words), 1)
+        (reply,) = self.exchange([pack_command(words)], 1)
         return reply
 
-    def exchange(self, packed: bytes, count: int) -> list[Any]:
-        self._connection.send_packed_command([packed], check_health=False)
+    def exchange(self, packed: Sequence[bytes], count: int) -> list[Any]:
+        self._connection.send_packed_command(packed, check_health=False)
         return [self._reply() for _ in range(count)]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import os
 import secrets
 import ssl
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
 from redis.exceptions import BusyLoadingError, InvalidResponse, ResponseError
@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from gym_capture_redis.errors import ConfigurationError, DurabilityError
 from gym_capture_redis.faults import is_transient
 from gym_capture_redis.parts import PART_BYTES
-from gym_capture_redis.scripts import Argument, Dialect
+from gym_capture_redis.scripts import Argument, Dialect, Step
 from gym_capture_redis.server_check import (
     CONFIG_NAMES,
     Confirming,
@@ -41,6 +41,10 @@ QUESTIONS: tuple[tuple[str, ...], ...] = (("INFO",), ("CONFIG", "GET", *CONFIG_N
 _FAKE_SERVERS: dict[str, Any] = {}
 _SEEN = ServersSeen()
 _WARNED: set[tuple[Address | str, str]] = set()
+
+
+_LONG_WORD_BYTES = 2**16
+"""Copying longer words into one packet would cost more than to send them by themselves."""
 
 
 class Terms(NamedTuple):
@@ -119,7 +123,7 @@ class Pipeline:
     """Commands that are sent at once, and what their replies mean.
 
     With ``confirm_s`` it waits for so long until they are as durable as promised. ``packed`` is what to send,
-    ``count`` how many replies will come.
+    in few pieces; ``count`` how many replies will come, of which the first ``long_values`` may be long ones.
     """
 
     def __init__(
@@ -128,11 +132,12 @@ class Pipeline:
         # Nothing in the protocol ties a reply to its command: one reply too many would shift all others.
         self._nonce = secrets.token_bytes(8)
         self._commands = len(commands)
+        self.long_values = sum(1 for _ in takewhile(_is_fetch, commands))
         self._confirming = terms.confirming if confirm_s is not None else ()
         wait_ms = max(1, int((confirm_s or 0) * 1000))  # 0 would be for ever
         sent = [*commands, *((*each.words, wait_ms) for each in self._confirming), ("ECHO", self._nonce)]
         self.count = len(sent)
-        self.packed = b"".join(chain.from_iterable(map(_pieces, sent)))
+        self.packed = _joined(list(chain.from_iterable(map(_pieces, sent))))
 
     def read(self, replies: Sequence[Any]) -> tuple[list[Any], bool]:
         """The replies to the commands, and whether they are confirmed.
@@ -146,6 +151,14 @@ class Pipeline:
             raise InvalidResponse("the replies are out of step with the commands")
         waited = zip(answers[self._commands :], self._confirming, strict=True)
         return answers[: self._commands], all(_count(reply) >= each.least for reply, each in waited)
+
+
+def _joined(pieces: list[bytes]) -> list[bytes]:
+    """The same bytes in few pieces: short ones joined, long ones as they are."""
+    if max(map(len, pieces)) < _LONG_WORD_BYTES:
+        return [b"".join(pieces)]
+    runs = groupby(pieces, key=lambda piece: len(piece) < _LONG_WORD_BYTES)
+    return [joined for is_short, run in runs for joined in ([b"".join(run)] if is_short else run)]
 
 
 def pack_command(words: Sequence[Argument]) -> bytes:
@@ -236,6 +249,10 @@ def _pieces(words: Sequence[Argument]) -> list[bytes]:
         raw = word if isinstance(word, bytes) else str(word).encode()
         pieces += (b"$%d\r\n" % len(raw), raw, b"\r\n")
     return pieces
+
+
+def _is_fetch(words: Sequence[Argument]) -> bool:
+    return words[0] == Step.FETCH.value[0]
 
 
 def _count(reply: Any) -> int:

@@ -73,6 +73,14 @@ def take_lock(directory: Path) -> int | None:
     return lock
 
 
+_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
+}
+"""For a server with glibc's allocator: what a large value leaves is kept for the next one. To have the kernel
+clear new pages for each takes longer than to store it."""
+
+
 class Keeper:
     """One server, its users, and those who watch it end. Single-threaded, driven by events."""
 
@@ -111,6 +119,7 @@ class Keeper:
                 [binary, "-"],
                 stdin=stdin,
                 pass_fds=[self._lock],
+                env=_ALLOCATOR | os.environ,
                 preexec_fn=_die_with_parent(),  # noqa: PLW1509 - this process has one thread
             )
 

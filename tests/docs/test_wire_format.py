@@ -15,7 +15,7 @@ from support.sample_entries import sample_entry
 from support.sequences import random_ids
 from support.stored_state import ENDS, WORDS
 
-from gym_capture_redis import batches, codec, small_fields
+from gym_capture_redis import codec, scripts, small_fields
 from gym_capture_redis.codec import encode
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def test_the_page_gives_the_words_of_the_state_in_their_order() -> None:
 
 
 def test_the_page_gives_the_size_up_to_which_steps_share_a_call() -> None:
-    assert f"more than {batches.MAX_JOINED_BYTES // 1024} KiB" in PAGE
+    assert f"more than {scripts.MAX_JOINED_BYTES // 1024} KiB" in PAGE
 
 
 @pytest.mark.parametrize("fields", ENTRIES, ids=",".join)

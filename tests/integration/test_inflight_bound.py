@@ -435,11 +435,11 @@ async def batched(
             if len(calls) > 1:
                 while cancel_when_sent:
                     cancel_when_sent.popitem()[1].cancel()
-        return scripts.command(calls, dialect, by_source=by_source)
+        return scripts.commands(calls, dialect, by_source=by_source)
 
     async with bench.sink:
         await bench.warm_up()
-        monkeypatch.setattr(batches, "command", command)
+        monkeypatch.setattr(batches, "commands", command)
         yield bench, sent, cancel_when_sent
 
 

@@ -373,13 +373,13 @@ class Straggler:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: scripts.Step) -> None:
         self._step = step
         self._calls: list[scripts.Call] = []
-        monkeypatch.setattr(batches, "command", self._command)
+        monkeypatch.setattr(batches, "commands", self._command)
 
     def _command(self, calls: list[scripts.Call], dialect: scripts.Dialect, *, by_source: bool) -> Any:
         if calls[0].step is self._step and not self._calls:
             self._calls = list(calls)
             raise redis.ConnectionError("cut on the way")
-        return scripts.command(calls, dialect, by_source=by_source)
+        return scripts.commands(calls, dialect, by_source=by_source)
 
     async def arrives(self, executor: Executor) -> None:
         for call in self._calls:

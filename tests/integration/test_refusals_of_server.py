@@ -39,6 +39,8 @@ PATIENCE_S = 30.0
 SETTINGS: dict[str, Any] = {"namespace": "run", "timeout_s": PATIENCE_S}
 CALLERS = 64
 RECORD_BYTES = 2**21
+LONG_EXPERTS = np.zeros((30_000, 48, 1), dtype="i1")
+"""Two parts, each too large to go in a script."""
 
 
 def configure(server: RealServer, **config: Any) -> None:
@@ -119,9 +121,10 @@ async def test_the_permissions_that_the_docs_list_are_enough_for_every_call(serv
                 await sink.mark_incomplete(rollout, "lost")
             with pytest.raises(CallConflictError):
                 await sink.put(sample_entry(rollout, "announced"))
+        await sink.put(sample_entry("dropped", "long", routed_experts=LONG_EXPERTS))
         async with RedisTokenSource(url, **SETTINGS, chunk_bytes=1) as reader:
             snapshot = await reader.freeze("dropped")
-        assert len(snapshot.entries) == 2
+        assert len(snapshot.entries) == 3
         assert await source.drop("dropped", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
         assert await source.retire(["retired", "unheard"]) == {"removed": ["retired"], "absent": ["unheard"]}
         assert await source.delete(["deleted"]) == {"removed": ["deleted"], "absent": []}

@@ -325,11 +325,11 @@ class ScriptCalls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[tuple[Step, bool, int]] = []
-        monkeypatch.setattr(batches, "command", self._command)
+        monkeypatch.setattr(batches, "commands", self._command)
 
     def _command(self, calls: list[Call], dialect: Dialect, *, by_source: bool) -> Any:
         self.sent.append((calls[0].step, by_source, len(calls)))
-        return scripts.command(calls, dialect, by_source=by_source)
+        return scripts.commands(calls, dialect, by_source=by_source)
 
     def of(self, step: Step) -> list[tuple[bool, int]]:
         return [(by_source, count) for sent, by_source, count in self.sent if sent is step]

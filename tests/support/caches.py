@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gym_capture_redis.block_cache import BlockCache
@@ -31,8 +31,8 @@ class StaleCache(BlockCache):
         return super().first_unknown(rollout_id, "", sequence)
 
     def unknown(
-        self, rollout_id: str, incarnation: str, parts: list[tuple[bytes, bytes]]
-    ) -> list[tuple[bytes, bytes]]:
+        self, rollout_id: str, incarnation: str, parts: Sequence[tuple[bytes, bytes]]
+    ) -> Sequence[tuple[bytes, bytes]]:
         return super().unknown(rollout_id, "", parts)
 
     def learn(self, rollout_id: str, incarnation: str, names: Iterable[bytes]) -> None:
@@ -53,8 +53,8 @@ class WrongCache(BlockCache):
         return 0 if rollout_id in self._told else len(sequence.names)
 
     def unknown(
-        self, rollout_id: str, incarnation: str, parts: list[tuple[bytes, bytes]]
-    ) -> list[tuple[bytes, bytes]]:
+        self, rollout_id: str, incarnation: str, parts: Sequence[tuple[bytes, bytes]]
+    ) -> Sequence[tuple[bytes, bytes]]:
         return parts if rollout_id in self._told else []
 
     def forget(self, rollout_id: str) -> None:

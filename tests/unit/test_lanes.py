@@ -17,14 +17,23 @@ from redis.exceptions import TimeoutError as NoReplyError
 from gym_capture_redis.batches import (
     MAX_BATCH_BYTES,
     MAX_BATCH_CALLS,
-    MAX_JOINED_BYTES,
     answers_of,
     grouped,
 )
 from gym_capture_redis.errors import BackendUnavailableError
 from gym_capture_redis.faults import NotConfirmedError, NotSettledError
 from gym_capture_redis.lanes import MIN_SHARE_CALLS, Job, Lanes, exchange
-from gym_capture_redis.scripts import Call, Dialect, Reply, Step, command, delete, fetch, peek
+from gym_capture_redis.scripts import (
+    MAX_JOINED_BYTES,
+    Call,
+    Dialect,
+    Reply,
+    Step,
+    command,
+    delete,
+    fetch,
+    peek,
+)
 from gym_capture_redis.settings import SinkSettings
 
 PATIENCE_S = 30.0
@@ -478,7 +487,7 @@ def test_a_part_comes_as_the_only_value_of_its_command(answer: Any) -> None:
     words = command([call], Dialect(), by_source=False)
     assert words == ("HMGET", b"key", b"b:" + b"n" * 16)
     raw = answer if isinstance(answer, Exception) else [answer]
-    (read,) = answers_of([[object()]], [words], [raw], "run")  # type: ignore[list-item]
+    (read,) = answers_of([[object()]], [[words]], [raw], "run")  # type: ignore[list-item]
     if isinstance(answer, Exception):
         assert read is answer
     else:
@@ -489,7 +498,7 @@ def test_a_part_comes_as_the_only_value_of_its_command(answer: Any) -> None:
 def test_what_is_no_value_of_a_part_costs_the_connection(answer: Any) -> None:
     words = command([fetch(b"key", b"n" * 16)], Dialect(), by_source=False)
     with pytest.raises(InvalidResponse):
-        answers_of([[object()]], [words], [answer], "run")  # type: ignore[list-item]
+        answers_of([[object()]], [[words]], [answer], "run")  # type: ignore[list-item]
 
 
 # Shares: a free lane leaves something for the others

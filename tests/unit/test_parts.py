@@ -34,7 +34,7 @@ def names_of(value: bytes) -> list[bytes]:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_value_of_any_length_comes_back(length: int) -> None:
     value = random.Random(length).randbytes(length)
-    parts = named(cut(value))
+    parts = list(named(cut(value)))
     assert [len(content) for _, content in parts[:-1]] == [PART_BYTES] * (len(parts) - 1)
     assert len(parts) == -(-length // PART_BYTES)
     assert all(1 <= len(content) <= PART_BYTES for _, content in parts)
@@ -44,7 +44,7 @@ def test_a_value_of_any_length_comes_back(length: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_parts_may_be_stored_in_any_order_and_again(seed: int) -> None:
-    parts = named(cut(LONG))
+    parts = list(named(cut(LONG)))
     shuffled = parts * 2
     random.Random(seed).shuffle(shuffled)
     store = store_of(shuffled)
@@ -54,7 +54,7 @@ def test_parts_may_be_stored_in_any_order_and_again(seed: int) -> None:
 
 def test_equal_contents_have_equal_names_and_are_stored_once() -> None:
     value = bytes(4 * PART_BYTES) + b"end"
-    parts = named(cut(value))
+    parts = list(named(cut(value)))
     assert [content for _, content in parts] == [bytes(PART_BYTES)] * 4 + [b"end"]
     assert len(set(names_of(value))) == len(store_of(parts)) == 2
     assert joined(store_of(parts), names_of(value)) == value
@@ -86,7 +86,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("content", DAMAGE.values(), ids=DAMAGE)
 def test_content_of_another_name_is_refused_and_not_kept(content: bytes) -> None:
-    (name, right), *others = named(cut(LONG))
+    (name, right), *others = list(named(cut(LONG)))
     store = store_of(others)
     with pytest.raises(ValueError, match="not the part of this name"):
         store.add(name, content)
@@ -101,7 +101,7 @@ def test_content_of_another_name_is_refused_and_not_kept(content: bytes) -> None
 @example(bit=0)
 @example(bit=8 * PART_BYTES - 1)
 def test_any_flipped_bit_is_noticed(bit: int) -> None:
-    (name, content), *_ = named(cut(LONG))
+    (name, content), *_ = list(named(cut(LONG)))
     flipped = bytearray(content)
     flipped[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ValueError, match="not the part of this name"):
@@ -116,12 +116,12 @@ def test_a_part_under_another_name_is_refused(name: bytes) -> None:
 
 @pytest.mark.parametrize("missing", range(4))
 def test_a_value_with_a_missing_part_is_not_put_together(missing: int) -> None:
-    parts = named(cut(LONG))
+    parts = list(named(cut(LONG)))
     store = store_of([part for number, part in enumerate(parts) if number != missing])
     with pytest.raises(KeyError):
         joined(store, names_of(LONG))
 
 
 def test_a_value_of_no_parts_is_empty() -> None:
-    assert named(cut(b"")) == []
+    assert list(named(cut(b""))) == []
     assert joined(PartStore(), []) == b""

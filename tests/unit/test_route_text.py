@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gym_capture_redis import route_text
 from gym_capture_redis.parts import PART_BYTES, cut
 
-PIECE_BYTES = route_text._PIECE_BYTES
+PIECE_BYTES = route_text._STANDARD.piece_bytes
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 LENGTHS = (
     *range(14),
