@@ -37,6 +37,7 @@ ROOT = b"\0" * NAME_BYTES
 """Stands for the empty prefix: the parent of a first block."""
 
 _KINDS = {name.encode("ascii"): name for name in UNSIGNED}
+_KIND_WIDTHS = {kind: WIDTHS[name] for kind, name in _KINDS.items()}
 _VALUE_HEAD = NAME_BYTES + 2
 """Where the ids of a stored block begin: after the name of its parent and their type."""
 
@@ -136,7 +137,8 @@ def joined(
     before = end
     while before != ROOT and before not in places:
         value = blocks.get(before, b"")
-        _check(before, value)
+        if not _is_block(before, value):
+            raise ValueError("not the block of this name")
         values.append(value)
         names.append(before)
         before = value[:NAME_BYTES]
@@ -179,37 +181,45 @@ _Place = tuple[_Branch, int]
 
 
 class BlockTree:
-    """The blocks of one rollout as they are read back, parents before children.
+    """The blocks of one rollout as they are read back.
 
     First all blocks and tails are added, then sequences are taken.
     """
 
     def __init__(self) -> None:
         self._places: dict[bytes, _Place] = {ROOT: (_Branch(), 0)}
+        self._waiting: dict[bytes, list[tuple[bytes, bytes]]] = {}
 
     def __len__(self) -> int:
         """How many different blocks were added."""
         return len(self._places) - 1
 
-    def add_block(self, name: bytes, value: bytes) -> None:
-        """Take one stored block.
+    @property
+    def unusable(self) -> int:
+        """How many blocks were given that are not those of their names, or whose parents never came."""
+        return sum(map(len, self._waiting.values()))
 
-        Raises:
-            ValueError: the value is not the one with this name, or its parent is not here.
+    def add_blocks(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
+        """Take names and values of stored blocks, those that follow each other in this order.
 
+        One without its parent waits for it: a step that was put back late may bring it.
         """
-        parent = self._places.get(value[:NAME_BYTES])
-        if parent is None:
-            raise ValueError("a block without its parent")
-        _check(name, value)
-        if name in self._places:
-            return
-        branch, blocks = parent
-        if not blocks or blocks != len(branch.blocks):
-            branch = _Branch(branch.blocks[:blocks])  # goes another way: it repeats the prefix
-        branch.blocks.append(value)
-        branch.tail = _NO_TAIL
-        self._places[name] = (branch, blocks + 1)
+        places, waiting = self._places, self._waiting
+        queue = list(blocks)
+        for name, value in queue:
+            parent = places.get(value[:NAME_BYTES])
+            if parent is None or not _is_block(name, value):
+                waiting.setdefault(value[:NAME_BYTES], []).append((name, value))
+                continue
+            if name not in places:
+                branch, before = parent
+                if not before or before != len(branch.blocks):
+                    branch = _Branch(branch.blocks[:before])  # goes another way: it repeats the prefix
+                branch.blocks.append(value)
+                branch.tail = _NO_TAIL
+                places[name] = (branch, before + 1)
+            if waiting and name in waiting:
+                queue += waiting.pop(name)  # their turn comes in this loop
 
     def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
@@ -263,16 +273,10 @@ def _name(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=NAME_BYTES).digest()
 
 
-def _check(name: bytes, value: bytes) -> None:
-    """Check a stored block.
-
-    Raises:
-        ValueError: the value is not that of the block of this name.
-
-    """
-    kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
-    if kind is None or len(value) != _VALUE_HEAD + BLOCK_IDS * WIDTHS[kind] or _name(value) != name:
-        raise ValueError("not the block of this name")
+def _is_block(name: bytes, value: bytes) -> bool:
+    """Whether the value is that of the block of this name."""
+    width = _KIND_WIDTHS.get(value[NAME_BYTES:_VALUE_HEAD])
+    return width is not None and len(value) == _VALUE_HEAD + BLOCK_IDS * width and _name(value) == name
 
 
 def _unpacked(values: Sequence[bytes]) -> list[Array]:

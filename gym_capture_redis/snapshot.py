@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gym_capture_redis import codec
-from gym_capture_redis.blocks import NAME_BYTES, BlockTree
+from gym_capture_redis.blocks import BlockTree
 from gym_capture_redis.errors import CorruptRecordError
 from gym_capture_redis.keys import ANNOUNCED, FAILURE, INTENT, PART, RECORD, RECORDED, REFUSAL, REFUSED
 from gym_capture_redis.parts import PartStore
@@ -51,7 +51,6 @@ class SnapshotAssembly:
         self._open_calls: list[str] = []
         self._corrupt_calls: set[str] = set()
         self._lost_steps: list[int] = []
-        self._orphans: dict[bytes, list[tuple[bytes, bytes]]] = {}
         self._unusable_parts = 0
 
     @property
@@ -105,7 +104,7 @@ class SnapshotAssembly:
         if row.field is None:
             self._lost_steps.append(row.missing_seq)
         elif row.field != PART:
-            self._add_blocks(row.named_blocks())
+            self._tree.add_blocks(row.named_blocks())
             self._add_content(row.field, row)
 
     def _add_content(self, field: bytes, row: Row) -> None:
@@ -144,17 +143,6 @@ class SnapshotAssembly:
         else:
             self._parsed[call] = parsed
             self._tree.add_tail(parsed.end, parsed.tail)
-
-    def _add_blocks(self, blocks: list[tuple[bytes, bytes]]) -> None:
-        """Add blocks and those that wait for them: a step that was put back late may bring a parent."""
-        for name, value in blocks:
-            try:
-                self._tree.add_block(name, value)
-            except ValueError:
-                self._orphans.setdefault(value[:NAME_BYTES], []).append((name, value))
-            else:
-                if name in self._orphans:
-                    blocks += self._orphans.pop(name)  # their turn comes in this loop
 
     def _build_entries(self) -> None:
         for call, parsed in self._parsed.items():
@@ -201,7 +189,7 @@ class SnapshotAssembly:
             FAILURE: facts.failures,
             REFUSAL: facts.refusals,
         }
-        unusable = self._unusable_parts + sum(map(len, self._orphans.values()))
+        unusable = self._unusable_parts + self._tree.unusable
         if unusable:
             self._tampered(f"{unusable} token blocks or parts are missing, damaged or cut off")
         blocks = len(self._tree) + len(self._parts)
