@@ -41,6 +41,9 @@ _KIND_WIDTHS = {kind: WIDTHS[name] for kind, name in _KINDS.items()}
 _VALUE_HEAD = NAME_BYTES + 2
 """Where the ids of a stored block begin: after the name of its parent and their type."""
 
+_WIDE = frozenset(("u4", "u8"))
+"""Types of ids that may need int64."""
+
 _NOTHING = np.empty(0, "<u4")
 _NO_TAIL = Packed("u1", b"")
 
@@ -143,7 +146,7 @@ def joined(
         names.append(before)
         before = value[:NAME_BYTES]
     number, sequence = places.get(before, (0, TokenSequence(_NOTHING, ())))
-    parts = [sequence.ids[: number * BLOCK_IDS], *_unpacked(values[::-1]), unpack_integers(tail)]
+    parts = [sequence.ids[: number * BLOCK_IDS], *map(_unpacked, _runs(values[::-1])), unpack_integers(tail)]
     ids = np.concatenate(parts)
     return TokenSequence(ids, (*sequence.names[:number], *names[::-1]), tail)
 
@@ -157,9 +160,18 @@ class _Branch:
 
     def goes_on(self, blocks: int, tail: Packed) -> bool:
         """Whether these ids follow so many of its blocks."""
-        following = self.blocks[blocks][NAME_BYTES:] if blocks < len(self.blocks) else _typed(self.tail)
-        if not tail.raw or following.startswith(_typed(tail)):
-            return True  # nearly always; the same ids may be of another type beside larger ones
+        kind, raw = tail
+        if not raw:
+            return True
+        if blocks == len(self.blocks):
+            follows = self.tail.type == kind and self.tail.raw.startswith(raw)
+        else:
+            following = self.blocks[blocks]
+            follows = following.startswith(raw, _VALUE_HEAD) and _kind(following) == kind
+        return follows or self._holds(blocks, tail)
+
+    def _holds(self, blocks: int, tail: Packed) -> bool:
+        """The same, told id by id: they may be of another type beside larger ones."""
         ids = _signed(unpack_integers(tail))
         here = self.ids[blocks * BLOCK_IDS :][: len(ids)]
         return len(here) == len(ids) and bool((here == ids).all())
@@ -167,7 +179,11 @@ class _Branch:
     @cached_property
     def ids(self) -> Array:
         """All ids, as one buffer. Used only when no block is added any more."""
-        return _signed(np.concatenate([*_unpacked(self.blocks), unpack_integers(self.tail)]))
+        runs = _runs(self.blocks)
+        pieces = [*map(_unpacked, runs), unpack_integers(self.tail)]
+        if _WIDE.isdisjoint([self.tail.type, *(_kind(run[0]) for run in runs)]):
+            return np.concatenate(pieces, dtype="i4", casting="unsafe")  # nearly always: no look at the ids
+        return _signed(np.concatenate(pieces))
 
     @cached_property
     def listed(self) -> list[int]:
@@ -224,7 +240,9 @@ class BlockTree:
     def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
         branch, blocks = self._places.get(end, (None, 0))
-        if branch is not None and blocks == len(branch.blocks) and tail.length > branch.tail.length:
+        if branch is None or blocks != len(branch.blocks):
+            return
+        if branch.tail is _NO_TAIL or tail.length > branch.tail.length:
             branch.tail = tail
 
     def length(self, end: bytes, tail: Packed) -> int:
@@ -234,9 +252,8 @@ class BlockTree:
             ValueError: the block is not here.
 
         """
-        if end not in self._places:
-            raise ValueError("no such sequence")
-        return self._places[end][1] * BLOCK_IDS + tail.length
+        _, blocks = self._place(end)
+        return blocks * BLOCK_IDS + tail.length
 
     def split(self, end: bytes, tail: Packed, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
         """Prompt and generation of the sequence that ends with this block and tail.
@@ -247,10 +264,10 @@ class BlockTree:
             ValueError: the block is not here, or the prompt is longer than the sequence.
 
         """
-        total = self.length(end, tail)
+        branch, blocks = self._place(end)
+        total = blocks * BLOCK_IDS + tail.length
         if not 0 <= prompt_length <= total:
             raise ValueError("no such sequence")
-        branch, blocks = self._places[end]
         if branch.goes_on(blocks, tail):
             whole: Any = branch.ids if arrays else branch.listed
         else:
@@ -262,6 +279,12 @@ class BlockTree:
             else:
                 whole = branch.listed[:length] + ids.tolist()
         return whole[:prompt_length], whole[prompt_length:total]
+
+    def _place(self, end: bytes) -> _Place:
+        place = self._places.get(end)
+        if place is None:
+            raise ValueError("no such sequence")
+        return place
 
 
 def _signed(ids: Array) -> Array:
@@ -279,10 +302,19 @@ def _is_block(name: bytes, value: bytes) -> bool:
     return width is not None and len(value) == _VALUE_HEAD + BLOCK_IDS * width and _name(value) == name
 
 
-def _unpacked(values: Sequence[bytes]) -> list[Array]:
-    """The ids in stored blocks that follow each other; those of one type, which have one length, at once."""
-    alike = [list(group) for _, group in groupby(values, key=len)]
-    return [unpack_rows(_KINDS[group[0][NAME_BYTES:_VALUE_HEAD]], group, _VALUE_HEAD) for group in alike]
+def _kind(value: bytes) -> str:
+    """Type of the ids in a stored block that was checked."""
+    return _KINDS[value[NAME_BYTES:_VALUE_HEAD]]
+
+
+def _runs(values: Sequence[bytes]) -> list[list[bytes]]:
+    """Stored blocks that follow each other, those of one type together: they have one length."""
+    return [list(group) for _, group in groupby(values, key=len)]
+
+
+def _unpacked(run: Sequence[bytes]) -> Array:
+    """The ids in stored blocks of one type, which are unpacked at once."""
+    return unpack_rows(_kind(run[0]), run, _VALUE_HEAD)
 
 
 def _block_value(parent: bytes, packed: Packed) -> bytes:
