@@ -37,8 +37,12 @@ ROOT = b"\0" * NAME_BYTES
 """Stands for the empty prefix: the parent of a first block."""
 
 _KINDS = {name.encode("ascii"): name for name in UNSIGNED}
+_KIND_WIDTHS = {kind: WIDTHS[name] for kind, name in _KINDS.items()}
 _VALUE_HEAD = NAME_BYTES + 2
 """Where the ids of a stored block begin: after the name of its parent and their type."""
+
+_WIDE = frozenset(("u4", "u8"))
+"""Types of ids that may need int64."""
 
 _NOTHING = np.empty(0, "<u4")
 _NO_TAIL = Packed("u1", b"")
@@ -136,12 +140,13 @@ def joined(
     before = end
     while before != ROOT and before not in places:
         value = blocks.get(before, b"")
-        _check(before, value)
+        if not _is_block(before, value):
+            raise ValueError("not the block of this name")
         values.append(value)
         names.append(before)
         before = value[:NAME_BYTES]
     number, sequence = places.get(before, (0, TokenSequence(_NOTHING, ())))
-    parts = [sequence.ids[: number * BLOCK_IDS], *_unpacked(values[::-1]), unpack_integers(tail)]
+    parts = [sequence.ids[: number * BLOCK_IDS], *map(_unpacked, _runs(values[::-1])), unpack_integers(tail)]
     ids = np.concatenate(parts)
     return TokenSequence(ids, (*sequence.names[:number], *names[::-1]), tail)
 
@@ -155,9 +160,18 @@ class _Branch:
 
     def goes_on(self, blocks: int, tail: Packed) -> bool:
         """Whether these ids follow so many of its blocks."""
-        following = self.blocks[blocks][NAME_BYTES:] if blocks < len(self.blocks) else _typed(self.tail)
-        if not tail.raw or following.startswith(_typed(tail)):
-            return True  # nearly always; the same ids may be of another type beside larger ones
+        kind, raw = tail
+        if not raw:
+            return True
+        if blocks == len(self.blocks):
+            follows = self.tail.type == kind and self.tail.raw.startswith(raw)
+        else:
+            following = self.blocks[blocks]
+            follows = following.startswith(raw, _VALUE_HEAD) and _kind(following) == kind
+        return follows or self._holds(blocks, tail)
+
+    def _holds(self, blocks: int, tail: Packed) -> bool:
+        """The same, told id by id: they may be of another type beside larger ones."""
         ids = _signed(unpack_integers(tail))
         here = self.ids[blocks * BLOCK_IDS :][: len(ids)]
         return len(here) == len(ids) and bool((here == ids).all())
@@ -165,7 +179,11 @@ class _Branch:
     @cached_property
     def ids(self) -> Array:
         """All ids, as one buffer. Used only when no block is added any more."""
-        return _signed(np.concatenate([*_unpacked(self.blocks), unpack_integers(self.tail)]))
+        runs = _runs(self.blocks)
+        pieces = [*map(_unpacked, runs), unpack_integers(self.tail)]
+        if _WIDE.isdisjoint([self.tail.type, *(_kind(run[0]) for run in runs)]):
+            return np.concatenate(pieces, dtype="i4", casting="unsafe")  # nearly always: no look at the ids
+        return _signed(np.concatenate(pieces))
 
     @cached_property
     def listed(self) -> list[int]:
@@ -179,42 +197,52 @@ _Place = tuple[_Branch, int]
 
 
 class BlockTree:
-    """The blocks of one rollout as they are read back, parents before children.
+    """The blocks of one rollout as they are read back.
 
     First all blocks and tails are added, then sequences are taken.
     """
 
     def __init__(self) -> None:
         self._places: dict[bytes, _Place] = {ROOT: (_Branch(), 0)}
+        self._waiting: dict[bytes, list[tuple[bytes, bytes]]] = {}
 
     def __len__(self) -> int:
         """How many different blocks were added."""
         return len(self._places) - 1
 
-    def add_block(self, name: bytes, value: bytes) -> None:
-        """Take one stored block.
+    @property
+    def unusable(self) -> int:
+        """How many blocks were given that are not those of their names, or whose parents never came."""
+        return sum(map(len, self._waiting.values()))
 
-        Raises:
-            ValueError: the value is not the one with this name, or its parent is not here.
+    def add_blocks(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
+        """Take names and values of stored blocks, those that follow each other in this order.
 
+        One without its parent waits for it: a step that was put back late may bring it.
         """
-        parent = self._places.get(value[:NAME_BYTES])
-        if parent is None:
-            raise ValueError("a block without its parent")
-        _check(name, value)
-        if name in self._places:
-            return
-        branch, blocks = parent
-        if not blocks or blocks != len(branch.blocks):
-            branch = _Branch(branch.blocks[:blocks])  # goes another way: it repeats the prefix
-        branch.blocks.append(value)
-        branch.tail = _NO_TAIL
-        self._places[name] = (branch, blocks + 1)
+        places, waiting = self._places, self._waiting
+        queue = list(blocks)
+        for name, value in queue:
+            parent = places.get(value[:NAME_BYTES])
+            if parent is None or not _is_block(name, value):
+                waiting.setdefault(value[:NAME_BYTES], []).append((name, value))
+                continue
+            if name not in places:
+                branch, before = parent
+                if not before or before != len(branch.blocks):
+                    branch = _Branch(branch.blocks[:before])  # goes another way: it repeats the prefix
+                branch.blocks.append(value)
+                branch.tail = _NO_TAIL
+                places[name] = (branch, before + 1)
+            if waiting and name in waiting:
+                queue += waiting.pop(name)  # their turn comes in this loop
 
     def add_tail(self, end: bytes, tail: Packed) -> None:
         """Take the tail of a record, so that its prompt becomes a view of the same buffer."""
         branch, blocks = self._places.get(end, (None, 0))
-        if branch is not None and blocks == len(branch.blocks) and tail.length > branch.tail.length:
+        if branch is None or blocks != len(branch.blocks):
+            return
+        if branch.tail is _NO_TAIL or tail.length > branch.tail.length:
             branch.tail = tail
 
     def length(self, end: bytes, tail: Packed) -> int:
@@ -224,9 +252,8 @@ class BlockTree:
             ValueError: the block is not here.
 
         """
-        if end not in self._places:
-            raise ValueError("no such sequence")
-        return self._places[end][1] * BLOCK_IDS + tail.length
+        _, blocks = self._place(end)
+        return blocks * BLOCK_IDS + tail.length
 
     def split(self, end: bytes, tail: Packed, prompt_length: int, *, arrays: bool) -> tuple[Any, Any]:
         """Prompt and generation of the sequence that ends with this block and tail.
@@ -237,10 +264,10 @@ class BlockTree:
             ValueError: the block is not here, or the prompt is longer than the sequence.
 
         """
-        total = self.length(end, tail)
+        branch, blocks = self._place(end)
+        total = blocks * BLOCK_IDS + tail.length
         if not 0 <= prompt_length <= total:
             raise ValueError("no such sequence")
-        branch, blocks = self._places[end]
         if branch.goes_on(blocks, tail):
             whole: Any = branch.ids if arrays else branch.listed
         else:
@@ -253,6 +280,12 @@ class BlockTree:
                 whole = branch.listed[:length] + ids.tolist()
         return whole[:prompt_length], whole[prompt_length:total]
 
+    def _place(self, end: bytes) -> _Place:
+        place = self._places.get(end)
+        if place is None:
+            raise ValueError("no such sequence")
+        return place
+
 
 def _signed(ids: Array) -> Array:
     """As int32, or as int64 where any id needs it: what tensors are made of."""
@@ -263,22 +296,25 @@ def _name(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=NAME_BYTES).digest()
 
 
-def _check(name: bytes, value: bytes) -> None:
-    """Check a stored block.
-
-    Raises:
-        ValueError: the value is not that of the block of this name.
-
-    """
-    kind = _KINDS.get(value[NAME_BYTES:_VALUE_HEAD])
-    if kind is None or len(value) != _VALUE_HEAD + BLOCK_IDS * WIDTHS[kind] or _name(value) != name:
-        raise ValueError("not the block of this name")
+def _is_block(name: bytes, value: bytes) -> bool:
+    """Whether the value is that of the block of this name."""
+    width = _KIND_WIDTHS.get(value[NAME_BYTES:_VALUE_HEAD])
+    return width is not None and len(value) == _VALUE_HEAD + BLOCK_IDS * width and _name(value) == name
 
 
-def _unpacked(values: Sequence[bytes]) -> list[Array]:
-    """The ids in stored blocks that follow each other; those of one type, which have one length, at once."""
-    alike = [list(group) for _, group in groupby(values, key=len)]
-    return [unpack_rows(_KINDS[group[0][NAME_BYTES:_VALUE_HEAD]], group, _VALUE_HEAD) for group in alike]
+def _kind(value: bytes) -> str:
+    """Type of the ids in a stored block that was checked."""
+    return _KINDS[value[NAME_BYTES:_VALUE_HEAD]]
+
+
+def _runs(values: Sequence[bytes]) -> list[list[bytes]]:
+    """Stored blocks that follow each other, those of one type together: they have one length."""
+    return [list(group) for _, group in groupby(values, key=len)]
+
+
+def _unpacked(run: Sequence[bytes]) -> Array:
+    """The ids in stored blocks of one type, which are unpacked at once."""
+    return unpack_rows(_kind(run[0]), run, _VALUE_HEAD)
 
 
 def _block_value(parent: bytes, packed: Packed) -> bytes:

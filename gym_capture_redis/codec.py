@@ -205,22 +205,20 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
         CorruptRecordError: the bytes are not those that were stored for this call.
 
     """
-    about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
     if sealed(rollout_id, model_call_id, seal[:DIGEST_BYTES], record) != seal:
-        raise CorruptRecordError(f"the stored record does not match its digest ({name_of(about)})", **about)
+        raise _corrupt("the stored record does not match its digest", rollout_id, model_call_id)
     try:
         # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
         fields = msgpack.unpackb(record, strict_map_key=True)
         _check_format(fields)
         tail = Packed(*fields["t"])
         check_integers(tail)
-        log_probs = unpack_log_probs(Packed(*fields["l"]))
-        small_fields, experts = fields["e"], fields["x"]
+        log_probs = unpack_log_probs(*fields["l"])
+        return ParsedRecord(
+            rollout_id, model_call_id, fields["e"], fields["c"], tail, fields["p"], log_probs, fields["x"]
+        )
     except _UNREADABLE:
-        raise CorruptRecordError(f"the stored record is damaged ({name_of(about)})", **about) from None
-    return ParsedRecord(
-        rollout_id, model_call_id, small_fields, fields["c"], tail, fields["p"], log_probs, experts
-    )
+        raise _corrupt("the stored record is damaged", rollout_id, model_call_id) from None
 
 
 def parse_head(head: bytes, *, rollout_id: str, model_call_id: str) -> RecordHead:
@@ -261,17 +259,18 @@ def build(
         UnsupportedFormatError: the record follows a newer schema than ``entry_type`` reads.
 
     """
-    about = {"rollout_id": parsed.rollout_id, "model_call_id": parsed.model_call_id}
+    rollout_id, model_call_id, fields, end, tail, prompt_length, log_probs, experts = parsed
+    about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
     try:
-        generated = tree.length(parsed.end, parsed.tail) - parsed.prompt_length
-        experts = unpack_experts(_put_together(parsed.experts, parts), arrays=arrays)
-        if parsed.prompt_length < 0 or generated != len(parsed.log_probs):
+        if prompt_length < 0 or prompt_length + len(log_probs) != tree.length(end, tail):
             raise ValueError("arrays of different lengths")
+        if experts is not None:
+            experts = unpack_experts(_put_together(experts, parts), arrays=arrays)
     except _UNREADABLE:
         raise CorruptRecordError(
             f"token blocks or parts of the record are missing or do not fit it ({name_of(about)})", **about
         ) from None
-    entry = _validated(entry_type, parsed, about)
+    entry = _validated(entry_type, fields, about)
     entry.__dict__["routed_experts"] = experts
     return entry
 
@@ -283,13 +282,12 @@ def give_tokens(entry: Any, parsed: ParsedRecord, tree: BlockTree, *, arrays: bo
     float64. Do it after all entries of a rollout are built: while long lists are new, whatever else is made
     lets the garbage collector look through all of them again.
     """
-    prompt, generation = tree.split(parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays)
     # The digest vouches for the arrays; validating every element again would cost more than reading.
-    entry.__dict__.update(
-        prompt_token_ids=prompt,
-        generation_token_ids=generation,
-        generation_log_probs=parsed.log_probs if arrays else parsed.log_probs.tolist(),
+    fields = entry.__dict__
+    fields["prompt_token_ids"], fields["generation_token_ids"] = tree.split(
+        parsed.end, parsed.tail, parsed.prompt_length, arrays=arrays
     )
+    fields["generation_log_probs"] = parsed.log_probs if arrays else parsed.log_probs.tolist()
 
 
 def _taken_apart(experts: list[Any] | None) -> tuple[list[Any] | None, list[bytes]]:
@@ -310,7 +308,8 @@ def _put_together(experts: list[Any] | None, parts: PartStore) -> list[Any] | No
 def sealed(rollout_id: str, model_call_id: str, digest: bytes, record: bytes) -> bytes:
     """The digest of a content, and the check of the bytes that are stored of it."""
     name: bytes = msgpack.packb([rollout_id, model_call_id])
-    return digest + hashlib.blake2b(name + digest + record, digest_size=CHECK_BYTES).digest()
+    check = hashlib.blake2b(b"".join((name, digest, record)), digest_size=CHECK_BYTES).digest()
+    return digest + check
 
 
 def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict[str, Any]) -> bytes:
@@ -362,9 +361,18 @@ def _refusal_digest(rollout_id: str, model_call_id: str, code: str, packed: byte
     return hashlib.blake2b(head + packed, digest_size=DIGEST_BYTES).digest()
 
 
+def _corrupt(what: str, rollout_id: str, model_call_id: str) -> CorruptRecordError:
+    about = {"rollout_id": rollout_id, "model_call_id": model_call_id}
+    return CorruptRecordError(f"{what} ({name_of(about)})", **about)
+
+
 def _check_format(fields: dict[str, Any]) -> None:
-    known_types = type(fields["e"]) is dict and type(fields["p"]) is int
-    if fields["v"] != RECORD_FORMAT or len(fields["c"]) != NAME_BYTES or not known_types:
+    if (
+        fields["v"] != RECORD_FORMAT
+        or len(fields["c"]) != NAME_BYTES
+        or type(fields["e"]) is not dict
+        or type(fields["p"]) is not int
+    ):
         raise ValueError("not a record of this format")
 
 
@@ -384,8 +392,7 @@ def _check_lengths(generated: int, log_probs: Packed) -> None:
         )
 
 
-def _validated(entry_type: EntryType, parsed: ParsedRecord, about: dict[str, str]) -> Any:
-    fields = parsed.small_fields
+def _validated(entry_type: EntryType, fields: dict[str, Any], about: dict[str, str]) -> Any:
     try:
         complete = {**omitted_by(cast("Hashable", entry_type)), **fields, **about, **EMPTY_ARRAYS}
         if complete.get("output_items") == []:

@@ -202,22 +202,24 @@ def unpack_integers(packed: Packed) -> Array:
     check_integers(packed)
     if packed.type != "u3":
         return np.frombuffer(packed.raw, _STORED[packed.type])
-    return _of_three_bytes(packed.raw, (packed.length,), 0, (3,))
+    return _of_three_bytes([packed.raw], (packed.length,), 0, (3,))
 
 
 def unpack_rows(name: str, rows: Sequence[bytes], start: int) -> Array:
     """The arrays of type ``name`` that rows of one length hold from byte ``start`` on, as one flat array."""
     row_bytes, width = len(rows[0]), WIDTHS[name]
     shape, strides = (len(rows), (row_bytes - start) // width), (row_bytes, width)
-    raw = b"".join(rows)
     if name == "u3":
-        return _of_three_bytes(raw, shape, start, strides).reshape(-1)
-    return np.ndarray(shape, _STORED[name], raw, start, strides).reshape(-1)
+        return _of_three_bytes(rows, shape, start, strides).reshape(-1)
+    return np.ndarray(shape, _STORED[name], b"".join(rows), start, strides).reshape(-1)
 
 
-def _of_three_bytes(raw: bytes, shape: tuple[int, ...], start: int, strides: tuple[int, ...]) -> Array:
+def _of_three_bytes(
+    pieces: Sequence[bytes], shape: tuple[int, ...], start: int, strides: tuple[int, ...]
+) -> Array:
     # Four bytes are read at each place, of which one belongs to what follows.
-    wide: Array = np.ndarray(shape, _NARROW_IDS, raw + b"\0", start, strides) & _THREE_BYTES
+    raw = b"".join([*pieces, b"\0"])
+    wide: Array = np.ndarray(shape, _NARROW_IDS, raw, start, strides) & _THREE_BYTES
     return wide
 
 
@@ -265,13 +267,13 @@ def _exact_float32(values: Sequence[Any]) -> bytes | None:
     return packed if narrowed == tuple(values) and isfinite(sum(narrowed)) else None
 
 
-def unpack_log_probs(packed: Packed) -> Array:
-    """The float array that was packed.
+def unpack_log_probs(kind: str, raw: bytes) -> Array:
+    """The float array that was packed as this type and these bytes.
 
     Raises:
         ValueError: an unknown type, or bytes that are no whole number of elements.
 
     """
-    if packed.type not in _FLOATS or len(packed.raw) % WIDTHS[packed.type]:
+    if kind not in _FLOATS or len(raw) % WIDTHS[kind]:
         raise ValueError("not a packed float array")
-    return np.frombuffer(packed.raw, _STORED[packed.type])
+    return np.frombuffer(raw, _STORED[kind])

@@ -305,7 +305,11 @@ class Row(NamedTuple):
 
     def named_blocks(self) -> list[tuple[bytes, bytes]]:
         """Names and values of the blocks; no bytes for one that is gone."""
-        return [(name, value or b"") for name, value in zip(self.names(), self.blocks, strict=False)]
+        names = self.block_names
+        return [
+            (names[at : at + NAME_BYTES], value or b"")
+            for at, value in zip(range(0, len(names), NAME_BYTES), self.blocks, strict=False)
+        ]
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gym_capture_redis import codec
-from gym_capture_redis.blocks import NAME_BYTES, BlockTree
+from gym_capture_redis.blocks import BlockTree
 from gym_capture_redis.errors import CorruptRecordError
 from gym_capture_redis.keys import ANNOUNCED, FAILURE, INTENT, PART, RECORD, RECORDED, REFUSAL, REFUSED
 from gym_capture_redis.parts import Part, PartStore
 from gym_capture_redis.protocols import IncompleteCode, IncompleteReason, Refusal, TokenCaptureSnapshot
-from gym_capture_redis.scripts import Chunk, Frozen, Row
+from gym_capture_redis.scripts import Chunk, Frozen
 
 _FAILURE_CODES = {
     b"marked": (IncompleteCode.MARKED, "reported as lost by its worker"),
@@ -51,7 +51,6 @@ class SnapshotAssembly:
         self._open_calls: list[str] = []
         self._corrupt_calls: set[str] = set()
         self._lost_steps: list[int] = []
-        self._orphans: dict[bytes, list[tuple[bytes, bytes]]] = {}
         self._unusable_parts = 0
 
     @property
@@ -62,7 +61,13 @@ class SnapshotAssembly:
     def add(self, chunk: Chunk) -> None:
         """Take and check what one reply brought; the parts that it names come by ``add_part``."""
         for row in chunk.rows:
-            self._add_row(row)
+            field, value, call_row, block_names, _ = row
+            if field is None:
+                self._lost_steps.append(row.missing_seq)
+            elif field != PART:
+                if block_names:
+                    self._tree.add_blocks(row.named_blocks())
+                self._add_content(field, value, call_row)
 
     def add_part(self, name: bytes, content: Part | None) -> None:
         """Take a part that was checked (``parts.is_named``); None for one that is gone or damaged."""
@@ -101,36 +106,29 @@ class SnapshotAssembly:
             stored_bytes=self._frozen.facts.stored_bytes,
         )
 
-    def _add_row(self, row: Row) -> None:
-        if row.field is None:
-            self._lost_steps.append(row.missing_seq)
-        elif row.field != PART:
-            self._add_blocks(row.named_blocks())
-            self._add_content(row.field, row)
-
-    def _add_content(self, field: bytes, row: Row) -> None:
+    def _add_content(self, field: bytes, value: bytes | None, call_row: bytes | None) -> None:
         kind, call = _split(field)
         if kind is None or call is None:
             self._incomplete(IncompleteCode.TAMPERED, "", "the trace of a step is unreadable")
             return
         if field in self._fields:
             return  # a call may be marked several times, and an intent repeated
-        if kind == INTENT and row.value != ANNOUNCED:
+        if kind == INTENT and value != ANNOUNCED:
             return  # settled since; a row that is gone shows in the counts
         self._fields.add(field)
-        if row.value is None:
+        if value is None:
             self._incomplete(IncompleteCode.TAMPERED, call, "what a step wrote is gone")
             return
         self._seen[kind] += 1
         match kind:
             case b"r:":
-                self._add_record(call, row.value, row.call_row)
+                self._add_record(call, value, call_row)
             case b"n:":
                 self._open_calls.append(call)
             case b"f:":
-                self._add_failure(call, row.value)
+                self._add_failure(call, value)
             case b"x:":
-                self._add_refusal(call, row.value)
+                self._add_refusal(call, value)
 
     def _add_record(self, call: str, record: bytes, call_row: bytes | None) -> None:
         if call_row is None or not call_row.startswith(RECORDED):
@@ -145,27 +143,15 @@ class SnapshotAssembly:
             self._parsed[call] = parsed
             self._tree.add_tail(parsed.end, parsed.tail)
 
-    def _add_blocks(self, blocks: list[tuple[bytes, bytes]]) -> None:
-        """Add blocks and those that wait for them: a step that was put back late may bring a parent."""
-        for name, value in blocks:
-            try:
-                self._tree.add_block(name, value)
-            except ValueError:
-                self._orphans.setdefault(value[:NAME_BYTES], []).append((name, value))
-            else:
-                if name in self._orphans:
-                    blocks += self._orphans.pop(name)  # their turn comes in this loop
-
     def _build_entries(self) -> None:
+        tree, parts, arrays = self._tree, self._parts, self._arrays
         for call, parsed in self._parsed.items():
             try:
-                self._entries[call] = codec.build(
-                    parsed, self._tree, self._parts, self._entry_type, arrays=self._arrays
-                )
+                self._entries[call] = codec.build(parsed, tree, parts, self._entry_type, arrays=arrays)
             except CorruptRecordError as error:
                 self._corrupt(call, error)
         for call, entry in self._entries.items():
-            codec.give_tokens(entry, self._parsed[call], self._tree, arrays=self._arrays)
+            codec.give_tokens(entry, self._parsed[call], tree, arrays=arrays)
 
     def _corrupt(self, call: str, error: CorruptRecordError) -> None:
         self._corrupt_calls.add(call)
@@ -201,7 +187,7 @@ class SnapshotAssembly:
             FAILURE: facts.failures,
             REFUSAL: facts.refusals,
         }
-        unusable = self._unusable_parts + sum(map(len, self._orphans.values()))
+        unusable = self._unusable_parts + self._tree.unusable
         if unusable:
             self._tampered(f"{unusable} token blocks or parts are missing, damaged or cut off")
         blocks = len(self._tree) + len(self._parts)

@@ -214,9 +214,9 @@ def _pack_columns(mask: list[float], log_probs: list[float]) -> tuple[list[Any],
 
 def _unpack_columns(mask: list[Any], log_probs: Packed, length: int) -> tuple[Array, Array]:
     kind, raw = mask
-    values = unpack_log_probs(log_probs)
+    values = unpack_log_probs(*log_probs)
     if kind != _BITS:
-        marks = unpack_log_probs(Packed(kind, raw))
+        marks = unpack_log_probs(kind, raw)
         if not len(marks) == len(values) == length:
             raise ValueError("columns of different lengths")
         return marks, values

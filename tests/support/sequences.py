@@ -37,8 +37,7 @@ def tree_of(*sequences: TokenSequence) -> BlockTree:
     """The tree that a reader has after the records of these sequences, in this order."""
     tree = BlockTree()
     for sequence in sequences:
-        for name, value in sequence.blocks_from(0):
-            tree.add_block(name, value)
+        tree.add_blocks(sequence.blocks_from(0))
         tree.add_tail(sequence.end, sequence.tail)
     return tree
 

@@ -868,8 +868,7 @@ def test_a_record_whose_blocks_are_not_all_there_is_never_an_entry(missing: int)
     about: Any = {"rollout_id": "rollout", "model_call_id": "call"}
     parsed = codec.parse(encoded.record, encoded.seal, **about)
     tree = BlockTree()
-    for name, value in encoded.sequence.blocks_from(0)[:missing]:
-        tree.add_block(name, value)
+    tree.add_blocks(encoded.sequence.blocks_from(0)[:missing])
     with pytest.raises(CorruptRecordError, match=r"token blocks.*missing.*'call' of rollout rollout"):
         codec.build(parsed, tree, parts_of(encoded), TokenEntry)
 

@@ -274,7 +274,7 @@ def test_what_is_no_list_of_ids_is_refused_and_the_field_is_named(ids: Any) -> N
 @given(values=st.lists(finite_floats, max_size=8))
 def test_every_bit_of_a_log_probability_survives(values: list[float]) -> None:
     packed = pack_log_probs(values)
-    assert exact(unpack_log_probs(packed).tolist()) == exact(values)
+    assert exact(unpack_log_probs(*packed).tolist()) == exact(values)
     assert packed == pack_log_probs(np.array(values, np.float64)) == pack_log_probs(tuple(values))
 
 
@@ -302,7 +302,7 @@ def test_a_log_probability_takes_four_bytes_if_they_hold_it(
     packed = pack_log_probs(values)
     assert packed == pack_log_probs(np.array(values, np.float64))
     assert (packed.type, len(packed.raw)) == (kind, int(kind[1]) * len(values))
-    assert exact(unpack_log_probs(packed).tolist()) == exact(values)
+    assert exact(unpack_log_probs(*packed).tolist()) == exact(values)
 
 
 @pytest.mark.parametrize("width", [np.float16, np.float32, np.float64, ">f4"])
@@ -338,7 +338,7 @@ def test_what_is_no_list_of_finite_floats_is_refused(values: Any) -> None:
 )
 def test_floats_of_an_unknown_type_or_with_a_part_of_an_element_are_refused(kind: str, size: int) -> None:
     with pytest.raises(ValueError, match="not a packed float array"):
-        unpack_log_probs(Packed(kind, b"\0" * size))
+        unpack_log_probs(kind, b"\0" * size)
 
 
 @pytest.mark.parametrize(
