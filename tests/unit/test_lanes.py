@@ -30,9 +30,11 @@ from gym_capture_redis.scripts import (
     Reply,
     Step,
     command,
+    commands,
     delete,
     fetch,
     peek,
+    stage,
 )
 from gym_capture_redis.settings import SinkSettings
 
@@ -480,25 +482,64 @@ async def test_a_reply_of_unknown_form_costs_the_connection_and_may_be_asked_for
 
 
 @pytest.mark.parametrize(
-    "answer", [b"a part", None, ResponseError("WRONGTYPE Operation against a key")], ids=repr
+    "answer",
+    [b"a part", memoryview(b"a part"), None, ResponseError("WRONGTYPE Operation against a key")],
+    ids=lambda answer: type(answer).__name__,
 )
-def test_a_part_comes_as_the_only_value_of_its_command(answer: Any) -> None:
+def test_a_part_comes_as_the_value_of_its_command(answer: Any) -> None:
     call = fetch(b"key", b"n" * 16)
     words = command([call], Dialect(), by_source=False)
-    assert words == ("HMGET", b"key", b"b:" + b"n" * 16)
-    raw = answer if isinstance(answer, Exception) else [answer]
-    (read,) = answers_of([[object()]], [[words]], [raw], "run")  # type: ignore[list-item]
+    assert words == ("HGET", b"key", b"b:" + b"n" * 16)
+    (read,) = answers_of([[object()]], [[words]], [answer], "run")  # type: ignore[list-item]
     if isinstance(answer, Exception):
         assert read is answer
     else:
         assert read == [Reply("OK", "", 0, 0, (answer,), "run")]
 
 
-@pytest.mark.parametrize("answer", [None, b"a part", [], [b"a", b"b"], [5], [[b"a part"]]], ids=repr)
+@pytest.mark.parametrize("answer", [5, "text", [], [b"a part"], [None], [[b"a part"]]], ids=repr)
 def test_what_is_no_value_of_a_part_costs_the_connection(answer: Any) -> None:
     words = command([fetch(b"key", b"n" * 16)], Dialect(), by_source=False)
     with pytest.raises(InvalidResponse):
         answers_of([[object()]], [[words]], [answer], "run")  # type: ignore[list-item]
+
+
+# A large part, in a transaction
+
+
+def staging(part: bytes = b"x" * (MAX_JOINED_BYTES + 1)) -> list[tuple[Any, ...]]:
+    return commands([stage(b"key", b"n" * 16, part, incarnation="attempt")], Dialect(), by_source=False)
+
+
+def read_staging(*answers: Any) -> Any:
+    (read,) = answers_of([[object()]], [staging()], answers, "run")  # type: ignore[list-item]
+    return read
+
+
+def test_a_part_up_to_the_bound_goes_in_its_script() -> None:
+    ((word, *_),) = staging(b"x" * (MAX_JOINED_BYTES - 16))
+    assert word == "EVALSHA"
+    assert [words[0] for words in staging()] == ["MULTI", "EVAL", "HSETNX", "EVAL", "EXEC"]
+
+
+def test_the_reply_of_a_transaction_is_that_of_its_step() -> None:
+    step = [[b"OK", b"attempt", 1, 0]]
+    queued = [b"OK", b"QUEUED", b"QUEUED", b"QUEUED"]
+    assert read_staging(*queued, [step, 1, None]) == [Reply("OK", "attempt", 1, 0, (), "run")]
+
+
+def test_the_first_error_of_a_transaction_tells_why() -> None:
+    moved, aborted = ResponseError("MOVED 1 127.0.0.1:7000"), ResponseError("EXECABORT")
+    assert read_staging(b"OK", moved, moved, moved, aborted) is moved
+    refused = ResponseError("OOM command not allowed")
+    queued = [b"OK", b"QUEUED", b"QUEUED", b"QUEUED"]
+    assert read_staging(*queued, [refused, 1, None]) is refused
+
+
+@pytest.mark.parametrize("last", [None, [], b"QUEUED", [None, 1, None], [[b"OK"], 1, None]], ids=repr)
+def test_what_is_no_reply_of_a_transaction_costs_the_connection(last: Any) -> None:
+    with pytest.raises(InvalidResponse):
+        read_staging(b"OK", b"QUEUED", b"QUEUED", b"QUEUED", last)
 
 
 # Shares: a free lane leaves something for the others
