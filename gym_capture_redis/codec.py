@@ -211,9 +211,8 @@ def parse(record: bytes, seal: bytes, *, rollout_id: str, model_call_id: str) ->
         # The digest is taken over JSON, in which the keys nil and "null" are the same: strings only.
         fields = msgpack.unpackb(record, strict_map_key=True)
         _check_format(fields)
-        tail = Packed(*fields["t"])
+        tail, log_probs = Packed(*fields["t"]), unpack_log_probs(*fields["l"])
         check_integers(tail)
-        log_probs = unpack_log_probs(*fields["l"])
         return ParsedRecord(
             rollout_id, model_call_id, fields["e"], fields["c"], tail, fields["p"], log_probs, fields["x"]
         )
@@ -307,7 +306,7 @@ def _put_together(experts: list[Any] | None, parts: PartStore) -> list[Any] | No
 
 def sealed(rollout_id: str, model_call_id: str, digest: bytes, record: bytes) -> bytes:
     """The digest of a content, and the check of the bytes that are stored of it."""
-    name: bytes = msgpack.packb([rollout_id, model_call_id])
+    name: bytes = msgpack.packb((rollout_id, model_call_id))
     check = hashlib.blake2b(b"".join((name, digest, record)), digest_size=CHECK_BYTES).digest()
     return digest + check
 

@@ -29,6 +29,8 @@ from gym_capture_redis.subject import Subject
 from gym_capture_redis.topology import new_topology
 
 _THREADS = 2
+_MOST_WORKING = 2
+"""Who may work on the event loop in one round of it."""
 _WATCH_S = 1.0
 _SHORTEST_WATCH_S = 0.1
 
@@ -53,6 +55,7 @@ class Executor:
         self._budget = ByteBudget(settings.max_inflight_bytes)
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
+        self._working = 0
 
     def deadline(self) -> float:
         """Loop time at which a call that begins now has to end."""
@@ -231,6 +234,20 @@ class Executor:
             raise self._failures.too_late(
                 "encoding or decoding did not end", subject, None, sent=sent
             ) from error
+
+    async def turn(self) -> None:
+        """Wait until there is time for some milliseconds of work on the event loop.
+
+        What came over many connections at once must not hold it for all of them: others get on in between.
+        """
+        while self._working >= _MOST_WORKING:  # noqa: ASYNC110 - the next round comes by itself
+            await asyncio.sleep(0)
+        if not self._working:
+            asyncio.get_running_loop().call_soon(self._next_round)
+        self._working += 1
+
+    def _next_round(self) -> None:
+        self._working = 0
 
     async def close(self) -> None:
         """End the lanes and their connections. What still waits is answered with an error."""

@@ -166,9 +166,10 @@ class Lanes:
     async def _run(self) -> None:
         lane = _Lane(self._renewals)
         try:
-            while True:
+            while not self._closed:  # what is awaited may have swallowed the cancellation
                 await self._some_jobs(lane)
                 await self._take_turn(lane)
+            await _close(lane)
         except asyncio.CancelledError:
             if lane.begun is not None:
                 self._sending -= 1

@@ -129,6 +129,7 @@ class FrozenRollout:
             # The next chunk is on its way while this one is decoded.
             reading = None if is_last else asyncio.create_task(self._chunk(chunk.next_seq))
             try:
+                await self._executor.turn()
                 await self.decode(partial(assembly.add, chunk))
                 gone += await self._parts_into(assembly, chunk.part_names())
                 if reading is None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
+from itertools import starmap
 from typing import Any, Literal, NamedTuple
 
 from redis.exceptions import ResponseError
@@ -342,7 +343,7 @@ class Chunk:
     @classmethod
     def parse(cls, next_seq: Any, rows: Sequence[Sequence[Any]]) -> Chunk:
         """Read the tail of a reply of ``freeze`` or ``read``."""
-        return cls(int(next_seq), tuple([Row(*row) for row in rows]))
+        return cls(int(next_seq), tuple(starmap(Row, rows)))
 
     def part_names(self) -> list[bytes]:
         """Names of the parts that were staged by its steps (``fetch``)."""

@@ -189,6 +189,9 @@ class SourceSettings(ConnectionSettings):
 
     timeout_s: Seconds = 120.0
     """Deadline of every call, all chunks of a large rollout included."""
+    connections: int = Field(default=4, ge=1, le=64)
+    """Connections for each event loop and process: enough that the next rollouts are there, large and small,
+    once one is decoded."""
     chunk_bytes: Bytes = 2**20
     """Records are read in replies of about this size; a larger record comes alone."""
     tombstone_ttl_s: TombstoneSeconds = 86_400

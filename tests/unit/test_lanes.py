@@ -593,6 +593,25 @@ async def test_closing_answers_what_waits_and_refuses_what_comes_later(lanes: La
     await lanes.close()
 
 
+async def test_closing_ends_a_lane_whose_cancellation_is_swallowed(server: Server) -> None:
+    connecting = asyncio.Event()
+
+    async def open_link() -> Any:
+        connecting.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return await server.open_link()
+
+    lanes = Lanes(SinkSettings.build("redis://server", "run", {}), open_link, count=1, name="lane")
+    reply = submit(lanes, peek(b"key"))
+    await connecting.wait()
+    async with asyncio.timeout(PATIENCE_S):
+        await lanes.close()
+    assert (await answers([reply]))[0] == b"key"
+    assert server.closed_links == 1
+
+
 async def test_a_step_whose_caller_left_keeps_no_bytes_until_a_lane_comes_across_it(
     lanes: Lanes, server: Server
 ) -> None:
