@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import (
@@ -65,7 +65,7 @@ class Link:
         self._began_empty = began_empty
         self._terms = Terms("", Dialect(flagged=settings.url.scheme != "fakeredis"))
         self._answered_at_s = 0.0
-        self._transport: asyncio.WriteTransport | None = None
+        self._transport: asyncio.Transport | None = None
         if settings.url.scheme == "fakeredis":
             self._connection = self._open_fake()
         else:
@@ -149,7 +149,7 @@ class Link:
     async def _long_values(self, most: int) -> list[Any]:
         """The first replies, as long as they are long values."""
         values: list[Any] = []
-        while len(values) < most and isinstance(self._transport, asyncio.Transport):
+        while len(values) < most and self._transport is not None:
             value = await LongValue(self._transport, max_bytes=PART_BYTES).reply
             if value is None:
                 break
@@ -205,7 +205,7 @@ class Link:
         """Greet the server on a new connection and refuse one that cannot keep the promise."""
         try:
             await connection.on_connect()
-            self._transport = connection._writer.transport if connection._writer else None  # noqa: SLF001
+            self._transport = _transport_of(connection)
             self._widen()
             self._terms = self._agreed(*[await _answer(connection, *words) for words in QUESTIONS])
             self._answered_at_s = time.monotonic()
@@ -343,6 +343,12 @@ def _new_connection(settings: ServerSettings, server: Address | str, **options: 
     if isinstance(server, str):
         return UnixDomainSocketConnection(**options)
     return (SSLConnection if settings.url.scheme == "tls" else Connection)(**options)
+
+
+def _transport_of(connection: AbstractConnection) -> asyncio.Transport | None:
+    writer = connection._writer  # noqa: SLF001
+    # Not asked for its class: uvloop's transports have no base class of asyncio's.
+    return cast("asyncio.Transport", writer.transport) if writer else None
 
 
 async def _answer(connection: AbstractConnection, *words: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import random
 import signal
 from collections.abc import Coroutine
 from typing import Any
@@ -16,6 +18,9 @@ from gym_capture_redis import RedisTokenSink, RedisTokenSource
 from gym_capture_redis.errors import BackendUnavailableError
 
 EXPERTS = [[[number % 128, 7]] for number in range(20_000)]
+ROUTES = "nrlre1:int8:32768x48x2:" + base64.b64encode(random.Random(1).randbytes(3 * 2**20)).decode()
+"""Three parts."""
+
 CALLS = [f"call-{number}" for number in range(100)]
 
 
@@ -32,7 +37,10 @@ def url_of(server: RealServer, kind: str) -> str:
 def test_rollouts_are_put_frozen_and_dropped(one_server: RealServer, kind: str, namespace: str) -> None:
     url = url_of(one_server, kind)
     entries = [sample_entry("rollout", call) for call in CALLS]
-    large = sample_entry("rollout", "large", routed_experts=EXPERTS)
+    large = [
+        sample_entry("rollout", "large", routed_experts=EXPERTS),
+        sample_entry("rollout", "long", routed_experts=ROUTES),
+    ]
 
     async def scenario() -> None:
         assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
@@ -41,7 +49,7 @@ def test_rollouts_are_put_frozen_and_dropped(one_server: RealServer, kind: str, 
             RedisTokenSource(url, namespace=namespace) as source,
         ):
             await asyncio.gather(*(sink.begin_call("rollout", call) for call in CALLS))
-            await asyncio.gather(*(sink.put(entry) for entry in entries), sink.put(large))
+            await asyncio.gather(*(sink.put(entry) for entry in [*entries, *large]))
             await sink.mark_incomplete("another", "lost")
             outcomes = {
                 outcome.rollout_id: outcome async for outcome in source.freeze_many(["rollout", "another"])
@@ -52,7 +60,7 @@ def test_rollouts_are_put_frozen_and_dropped(one_server: RealServer, kind: str, 
             assert snapshot is not None
             assert not snapshot.incomplete
             back = {entry.model_call_id: exact_dump(entry) for entry in snapshot.entries}
-            assert back == {entry.model_call_id: exact_dump(entry) for entry in [*entries, large]}
+            assert back == {entry.model_call_id: exact_dump(entry) for entry in [*entries, *large]}
             dropped = await source.drop("rollout", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
             assert dropped
 

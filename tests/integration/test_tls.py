@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from support.servers import RealServer, free_port
 from gym_capture_redis.errors import ConfigurationError
 from gym_capture_redis.sink import RedisTokenSink
 from gym_capture_redis.source import RedisTokenSource
+
+ROUTES = "nrlre1:int8:32768x48x2:" + base64.b64encode(random.Random(1).randbytes(3 * 2**20)).decode()
+"""Three parts."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,7 @@ async def test_a_record_goes_through_over_tls(
         RedisTokenSink(tls_url, namespace=namespace, tls=tls) as sink,
         RedisTokenSource(tls_url, namespace=namespace, tls=tls) as source,
     ):
-        entry = sample_entry("r", "c")
+        entry = sample_entry("r", "c", routed_experts=ROUTES)
         await sink.begin_call("r", "c")
         await sink.put(entry)
         snapshot = await source.freeze("r")
