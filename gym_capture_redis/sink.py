@@ -106,11 +106,9 @@ class RedisTokenSink(Writer[SinkSettings]):
                 parts = self._part_sender(executor, key, attempt, subject, deadline)
             encoded = await self._encode(executor, taken, parts, subject, deadline)
             held.grow(len(encoded.record))
-            reply = (
-                await self._put(executor, key, encoded, attempt, subject, deadline, parts)
-                if attempt
-                else None
-            )
+            reply = None
+            if attempt:
+                reply = await self._put(executor, key, encoded, attempt, subject, deadline, parts)
             if reply is None or (announced is None and _is_of_another_attempt(reply, attempt)):
                 attempt = await self._join(executor, key, subject, deadline)
                 reply = await self._put(executor, key, encoded, attempt, subject, deadline)
