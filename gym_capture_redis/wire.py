@@ -10,9 +10,11 @@ import os
 import secrets
 import ssl
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
+from redis.driver_info import DriverInfo
 from redis.exceptions import BusyLoadingError, InvalidResponse, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -180,6 +182,7 @@ def options_of(settings: ServerSettings, server: Address | str) -> dict[str, Any
     options: dict[str, Any] = {
         "protocol": 2,  # RESP3 switches off the check for connections that are out of step
         "socket_read_size": PART_BYTES,
+        "driver_info": _driver_info(),
     }
     if isinstance(server, str):
         return options | {"path": server}
@@ -204,6 +207,12 @@ def fake_server(settings: ServerSettings) -> Any:
     if settings.durability != "memory":
         raise DurabilityError("fakeredis keeps nothing; choose durability='memory' in your unit test")
     return _FAKE_SERVERS.setdefault(settings.url.host, FakeServer())
+
+
+@cache
+def _driver_info() -> DriverInfo:
+    """What redis-py says of itself; else it looks for its version on the disk for every connection."""
+    return DriverInfo()
 
 
 def _tls_options(tls: TlsSettings) -> dict[str, Any]:
