@@ -25,6 +25,7 @@ from gym_capture_redis.scripts import (
 
 MAX_BATCH_CALLS = 64
 MAX_BATCH_BYTES = 2**20
+
 ASKING: tuple[Argument, ...] = ("ASKING",)
 
 

@@ -193,7 +193,7 @@ def encode_taken(
         if on_part is not None:
             on_part(name, part)
     if experts is not None and parts:
-        experts[-1] = [name for name, _ in parts]
+        content = content._replace(experts=[*experts[:-1], [name for name, _ in parts]])
         record, seal = content.sealed(rollout_id, model_call_id)
     return EncodedRecord(rollout_id, model_call_id, seal, record, sequence, parts)
 

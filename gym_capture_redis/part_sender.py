@@ -24,12 +24,9 @@ class PartSender:
         self._incarnation = incarnation
         self._loop = asyncio.get_running_loop()
         self._sending: dict[bytes, asyncio.Task[Reply]] = {}
-        self._has_begun = self._left = False
-
-    @property
-    def has_begun(self) -> bool:
+        self._left = False
+        self.has_begun = False
         """Whether any was sent."""
-        return self._has_begun
 
     def begin(self, parts: Sequence[tuple[bytes, bytes]]) -> None:
         """Send those of the parts, given as name and content, that are not known to be stored."""
@@ -37,7 +34,7 @@ class PartSender:
             if name not in self._sending and not self._left:
                 call = stage(self._key, name, part, incarnation=self._incarnation)
                 self._sending[name] = self._loop.create_task(self._run(call))
-                self._has_begun = True
+                self.has_begun = True
 
     def begin_soon(self, name: bytes, part: bytes) -> None:
         """The same for one part, from another thread."""

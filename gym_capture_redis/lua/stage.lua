@@ -7,7 +7,8 @@
 -- Repeat   safe: SAME
 local field, part = 'b:' .. arg(3), arg(4)
 
--- What the transaction brings must not stay: a field that is there is left as it is, and _staged.lua takes it away.
+-- What the transaction brings must not be stored: HSETNX leaves a field that is there as it is. An empty one keeps it
+-- out, and _staged.lua takes that away.
 local function refuse(answer)
   if part == '' then redis.pcall('HSETNX', key, field, '') end
   return answer
