@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from gym_capture_redis.records import ParentResolutionStatus, TokenEntry, check_entry
+from gym_capture_redis.records import TokenEntry, check_entry
 from gym_capture_redis.small_fields import OMITTED_VALUES, PACKED_FIELDS
 
 _MOST_CONTAINERS = 200
@@ -26,12 +26,17 @@ _TEXT, _MAPPING = frozenset((str,)), frozenset((dict,))
 
 
 def _plain_kinds(annotation: Any) -> frozenset[type]:
+    """The types in which what is declared so is dumped as it is; none where that is not known."""
+    if annotation in (list[dict], list[dict[Any, Any]]):  # type: ignore[type-arg] # as Gym has it
+        return frozenset((list,))
     kinds = get_args(annotation) or (annotation,)
-    return frozenset(str if kind is ParentResolutionStatus else kind for kind in kinds)
+    if not all(isinstance(kind, type) for kind in kinds):
+        return frozenset()
+    return frozenset(str if issubclass(kind, StrEnum) else kind for kind in kinds)
 
 
 _KINDS = {
-    name: frozenset((list,)) if name == "output_items" else _plain_kinds(field.annotation)
+    name: _plain_kinds(field.annotation)
     for name, field in TokenEntry.model_fields.items()
     if name not in PACKED_FIELDS
 }
@@ -44,7 +49,8 @@ def plain_fields(entry: BaseModel) -> dict[str, Any] | None:
     Most of those that records leave out are left out. What is in the others is the entry's own, not copied.
     """
     values, entry_type = entry.__dict__, type(entry)
-    if getattr(entry, "__pydantic_extra__", None) or not _dumps_as_it_is(entry_type):
+    is_built = entry_type.__pydantic_complete__  # before, nothing is known for good
+    if getattr(entry, "__pydantic_extra__", None) or not (is_built and _dumps_as_it_is(entry_type)):
         return None
     if values.keys() != entry_type.model_fields.keys():
         return None
@@ -57,7 +63,7 @@ def plain_fields(entry: BaseModel) -> dict[str, Any] | None:
     if isinstance(status, StrEnum):
         fields["parent_resolution"] = status.value
     for name, value in fields.items():
-        if name in _KINDS and type(value) not in _KINDS[name]:
+        if type(value) not in _KINDS[name]:
             return None
     if not _MAPPING.issuperset(map(type, fields.get("output_items", ()))):
         return None
@@ -109,12 +115,16 @@ def _is_utf8(text: str) -> bool:
 
 @cache
 def _dumps_as_it_is(entry_type: type[BaseModel]) -> bool:
-    """Whether the class has our fields, and dumps plain values as they are, each under its field's name."""
+    """Whether the class, which is built, declares our fields and no others, and dumps them as they are."""
     if entry_type is TokenEntry:  # whose only serialiser is about other types
         return True
-    has_all = TokenEntry.model_fields.keys() <= entry_type.model_fields.keys()
+    declared = {
+        name: _plain_kinds(field.annotation)
+        for name, field in entry_type.model_fields.items()
+        if name not in PACKED_FIELDS
+    }
     dumps_as_usual = entry_type.model_dump is BaseModel.model_dump
-    return has_all and dumps_as_usual and not _serialises(entry_type.__pydantic_core_schema__)
+    return declared == _KINDS and dumps_as_usual and not _serialises(entry_type.__pydantic_core_schema__)
 
 
 def _serialises(schema: Any) -> bool:

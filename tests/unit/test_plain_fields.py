@@ -21,6 +21,7 @@ from pydantic import (
     model_serializer,
 )
 from support.sample_entries import entry_fields, exact, json_values, sample_entry
+from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
 
 from gym_capture_redis import codec, gym_compat, taking
 from gym_capture_redis.errors import InvalidRecordError
@@ -205,10 +206,10 @@ class NewerEntry(UnserialisedEntry):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("value", ODD_VALUES.values(), ids=ODD_VALUES)
-def test_a_field_that_we_do_not_know_is_taken_or_refused_as_pydantic_does(value: Any) -> None:
+def test_a_field_that_we_do_not_know_is_left_to_pydantic(value: Any) -> None:
     entry = NewerEntry.model_validate(sample_entry().__dict__)
-    assert is_plain(entry)
     entry.more = value
+    assert not is_plain(entry)
     assert outcome(entry) == outcome_by_pydantic(entry)
 
 
@@ -280,6 +281,58 @@ def test_a_class_that_dumps_in_its_own_way_is_left_to_pydantic(entry_class: Any)
     entry = entry_class.model_validate(sample_entry().__dict__)
     assert not is_plain(entry)
     assert outcome(entry) == outcome_by_pydantic(entry)
+
+
+class Undeclared(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    a: float
+
+
+class AnotherType(UnserialisedEntry):  # type: ignore[misc]
+    cum_len: float | None = None
+
+
+class OtherItems(UnserialisedEntry):  # type: ignore[misc]
+    output_items: list[dict[str, float]] = Field(default_factory=list)
+
+
+class TypedItems(UnserialisedEntry):  # type: ignore[misc]
+    output_items: list[Undeclared] = Field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("entry_class", "changes"),
+    [
+        (AnotherType, {"cum_len": 123456789012345678}),
+        (AnotherType, {"cum_len": 2**63 - 1}),
+        (AnotherType, {"cum_len": True}),
+        (OtherItems, {"output_items": [{"a": 1}]}),
+        (TypedItems, {"output_items": [{"a": 1, "b": 2}]}),
+    ],
+)
+def test_a_field_that_is_declared_otherwise_is_left_to_pydantic(
+    entry_class: Any, changes: dict[str, Any]
+) -> None:
+    entry = entry_class.model_validate(sample_entry(output_items=[], token_item_index=None).__dict__)
+    entry = entry.model_copy(update=changes)
+    assert not is_plain(entry)
+    assert outcome(entry) == outcome_by_pydantic(entry)
+
+
+def test_a_class_that_is_built_late_is_taken_as_pydantic_takes_it_before_and_after() -> None:
+    class BuiltLate(UnserialisedEntry):  # type: ignore[misc]
+        model_config = ConfigDict(defer_build=True)
+
+        @field_serializer("model")
+        def upper(self, value: str) -> str:
+            return value.upper()
+
+    first = BuiltLate.model_construct(**sample_entry(model="x").__dict__)
+    assert not is_plain(first)
+    assert outcome(first) == outcome_by_pydantic(first)
+    later = BuiltLate.model_validate(sample_entry(model="x").__dict__)
+    for entry in (first, later):
+        assert taking.take(entry).small_fields["model"] == "X"
 
 
 def test_what_another_thread_encodes_is_the_callers_no_more() -> None:
