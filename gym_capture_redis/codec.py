@@ -8,13 +8,13 @@ one. Nothing here decodes by executing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
 from pydantic import ValidationError
 
-from gym_capture_redis.blocks import NAME_BYTES, ROOT, BlockTree, TokenSequence, cut
+from gym_capture_redis.blocks import NAME_BYTES, BlockTree, TokenSequence, cut
 from gym_capture_redis.errors import (
     CorruptRecordError,
     InvalidRecordError,
@@ -117,11 +117,6 @@ class _Content(NamedTuple):
         )
         return record
 
-    def sealed(self, rollout_id: str, model_call_id: str) -> tuple[bytes, bytes]:
-        """The record, and the seal for it."""
-        record = self.packed()
-        return record, sealed(rollout_id, model_call_id, self.digest(rollout_id, model_call_id), record)
-
     def digest(self, rollout_id: str, model_call_id: str) -> bytes:
         """BLAKE2b over a head with all lengths, sorted JSON of the small fields, then each packed array."""
         *experts_head, experts_body = [b""] if self.experts is None else self.experts
@@ -148,16 +143,11 @@ def encode(entry: Any, *, max_record_bytes: int, earlier: Iterable[TokenSequence
 
 
 def encode_taken(
-    entry: TakenEntry,
-    *,
-    max_record_bytes: int,
-    earlier: Iterable[TokenSequence] = (),
-    on_part: Callable[[bytes, bytes], None] | None = None,
+    entry: TakenEntry, *, max_record_bytes: int, earlier: Iterable[TokenSequence] = ()
 ) -> EncodedRecord:
     """Encode the content of an entry, checking its arrays.
 
-    ``earlier`` sequences of the same rollout make it faster; the result is the same without them. ``on_part``
-    gets each part, name and content, once nothing can be refused any more.
+    ``earlier`` sequences of the same rollout make it faster; the result is the same without them.
 
     Raises:
         InvalidRecordError: the entry breaks a rule, or holds what no reader could load unchanged.
@@ -171,30 +161,23 @@ def encode_taken(
         log_probs = pack_log_probs(entry.generation_log_probs)
         _check_lengths(len(ids) - prompt_length, log_probs)
         sequence = cut(ids, earlier)
-        experts, contents = _taken_apart(pack_experts(entry.routed_experts))
+        experts, parts = _taken_apart(pack_experts(entry.routed_experts))
         content = _Content(entry.small_fields, sequence.end, sequence.tail, prompt_length, log_probs, experts)
-        record, seal = content.sealed(rollout_id, model_call_id)
+        record = content.packed()
+        seal = sealed(rollout_id, model_call_id, content.digest(rollout_id, model_call_id), record)
     except InvalidRecordError as error:
         raise type(error)(f"{error} ({name_of(subject)})", **subject) from None
     except (ValueError, TypeError, OverflowError, RuntimeError, LookupError) as error:
         raise InvalidRecordError(
             f"the record cannot be encoded: {reason_of(error)} ({name_of(subject)})", **subject
         ) from None
-    nbytes = len(record) + sequence.ids.nbytes + sum(map(len, contents))
+    nbytes = len(record) + sequence.ids.nbytes + sum(len(part) for _, part in parts)
     if nbytes > max_record_bytes:
         raise RecordTooLargeError(
             f"the record has {nbytes} bytes, the limit max_record_bytes is {max_record_bytes} "
             f"({name_of(subject)})",
             **subject,
         )
-    parts: list[tuple[bytes, bytes]] = []
-    for name, part in named(contents):
-        parts.append((name, part))
-        if on_part is not None:
-            on_part(name, part)
-    if experts is not None and parts:
-        content = content._replace(experts=[*experts[:-1], [name for name, _ in parts]])
-        record, seal = content.sealed(rollout_id, model_call_id)
     return EncodedRecord(rollout_id, model_call_id, seal, record, sequence, parts)
 
 
@@ -289,12 +272,12 @@ def give_tokens(entry: Any, parsed: ParsedRecord, tree: BlockTree, *, arrays: bo
     fields["generation_log_probs"] = parsed.log_probs if arrays else parsed.log_probs.tolist()
 
 
-def _taken_apart(experts: list[Any] | None) -> tuple[list[Any] | None, list[bytes]]:
-    """The experts with room for names of parts in place of a body that has several, and these parts."""
+def _taken_apart(experts: list[Any] | None) -> tuple[list[Any] | None, list[tuple[bytes, bytes]]]:
+    """The experts with names of parts in place of a body that has several, and these parts."""
     if experts is None or experts[0] == PLAIN or len(experts[-1]) <= 1:
         return in_one(experts), []
-    parts = experts[-1]
-    return [*experts[:-1], [ROOT] * len(parts)], parts
+    parts = named(experts[-1])
+    return [*experts[:-1], [name for name, _ in parts]], parts
 
 
 def _put_together(experts: list[Any] | None, parts: PartStore) -> list[Any] | None:

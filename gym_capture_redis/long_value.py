@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import re
 
+import numpy as np
+
 _LINE_BYTES = 4096
 """Room for the line that tells the length, and what comes with it. A value that fits is not long."""
 
@@ -30,7 +32,7 @@ class LongValue(asyncio.BufferedProtocol):
         if not isinstance(before, asyncio.Protocol):
             raise TypeError(f"{type(before).__name__} could not take over again")
         self._before = before
-        self._room = bytearray(_LINE_BYTES)
+        self._room = memoryview(bytearray(_LINE_BYTES))
         self._filled = 0
         self._length: int | None = None
         self.reply: asyncio.Future[memoryview | None] = asyncio.get_running_loop().create_future()
@@ -38,7 +40,7 @@ class LongValue(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the protocol's signature
         """Where to put what comes."""
-        return memoryview(self._room)[self._filled :]
+        return self._room[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """So much of it was filled."""
@@ -46,8 +48,8 @@ class LongValue(asyncio.BufferedProtocol):
         if self._length is None:
             self._read_length()
         elif self._filled == len(self._room):
-            if self._room.endswith(_END):
-                self._end(memoryview(self._room)[: self._length])
+            if self._room[self._length :] == _END:
+                self._end(self._room[: self._length])
             else:
                 self._leave()
 
@@ -72,7 +74,7 @@ class LongValue(asyncio.BufferedProtocol):
     def _read_length(self) -> None:
         line = _LENGTH_LINE.match(self._room)
         if line is None:
-            if self._filled >= _MOST_LINE_BYTES or self._room[:1] != b"$":
+            if self._filled >= _MOST_LINE_BYTES or self._room[0] != ord("$"):
                 self._leave()
             return
         length = int(line[1])
@@ -81,13 +83,14 @@ class LongValue(asyncio.BufferedProtocol):
             self._leave()
             return
         self._length = length
-        self._room = bytearray(length + len(_END))
+        # Not zeroed first, as a bytearray would be.
+        self._room = np.empty(length + len(_END), np.uint8).data
         self._room[: len(begun)] = begun
         self._filled = len(begun)
 
     def _leave(self) -> None:
         """Leave the reply to the protocol that was there before."""
-        received = bytes(memoryview(self._room)[: self._filled])
+        received = bytes(self._room[: self._filled])
         if self._length is not None:
             received = b"$%d\r\n" % self._length + received
         self._end(None)
@@ -95,7 +98,7 @@ class LongValue(asyncio.BufferedProtocol):
             self._before.data_received(received)
 
     def _end(self, value: memoryview | None) -> None:
-        self._room, self._filled, self._length = bytearray(), 0, None
+        self._room, self._filled, self._length = memoryview(b""), 0, None
         self._transport.set_protocol(self._before)
         if not self.reply.done():
             self.reply.set_result(value)

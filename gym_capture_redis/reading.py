@@ -16,7 +16,6 @@ from gym_capture_redis.errors import CaptureError
 from gym_capture_redis.executor import Executor
 from gym_capture_redis.inflight import ByteBudget, Hold
 from gym_capture_redis.keys import new_name
-from gym_capture_redis.parts import Part, is_named
 from gym_capture_redis.protocols import FreezeOutcome, TokenCaptureSnapshot
 from gym_capture_redis.settings import SourceSettings
 from gym_capture_redis.snapshot import SnapshotAssembly
@@ -167,28 +166,23 @@ class FrozenRollout:
         return scripts.Chunk.parse(*reply.rest)
 
     async def _parts_into(self, assembly: SnapshotAssembly, names: list[bytes]) -> list[bytes]:
-        """Read parts, some of them on their way while others are checked. Returns those that are gone."""
+        """Read parts, some of them on their way while another is checked. Returns those that are gone."""
         gone: list[bytes] = []
-        reading: deque[asyncio.Task[tuple[Part | None, bool]]] = deque()
+        fetching: deque[asyncio.Task[scripts.Reply]] = deque()
         following = iter(names)
         try:
             for name in names:
-                for wanted in islice(following, _FETCHED_AHEAD - len(reading)):
-                    reading.append(asyncio.create_task(self._part(wanted)))
-                content, is_intact = await reading.popleft()
+                for wanted in islice(following, _FETCHED_AHEAD - len(fetching)):
+                    fetching.append(asyncio.create_task(self._run(scripts.fetch(self._key, wanted))))
+                (content,) = (await fetching.popleft()).rest
                 if content is None:
                     gone.append(name)
                 else:
-                    assembly.add_part(name, content if is_intact else None)
+                    assembly.add_part(name, content)
         finally:
-            for task in reading:
+            for task in fetching:
                 task.cancel()
         return gone
-
-    async def _part(self, name: bytes) -> tuple[Part | None, bool]:
-        """A part, None if it is gone, and whether it is the one with this name."""
-        (content,) = (await self._run(scripts.fetch(self._key, name))).rest
-        return content, content is not None and await self.decode(partial(is_named, name, content))
 
     async def _ask_again(self, assembly: SnapshotAssembly, names: list[bytes]) -> bool:
         """Read parts that were not there, once it is known to be the same snapshot. False if it is not.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -24,7 +24,6 @@ from gym_capture_redis.keys import (
     validate_refusal_code,
 )
 from gym_capture_redis.marks import Mark, Target
-from gym_capture_redis.part_sender import PartSender
 from gym_capture_redis.replay import Replay, keep, make_mark, new_mark
 from gym_capture_redis.settings import SinkSettings
 from gym_capture_redis.spill import Spill, log_lost
@@ -101,14 +100,11 @@ class RedisTokenSink(Writer[SinkSettings]):
             if held.waited:
                 taken = _taken_again(entry, subject)
             attempt = announced.incarnation if announced else self._attempts.joined(rollout_id)
-            parts = None
-            if taken.routed_experts is not None and attempt:
-                parts = self._part_sender(executor, key, attempt, subject, deadline)
-            encoded = await self._encode(executor, taken, parts, subject, deadline)
+            encoded = await self._encode(executor, taken, subject, deadline)
             held.grow(len(encoded.record))
             reply = None
             if attempt:
-                reply = await self._put(executor, key, encoded, attempt, subject, deadline, parts)
+                reply = await self._put(executor, key, encoded, attempt, subject, deadline)
             if reply is None or (announced is None and _is_of_another_attempt(reply, attempt)):
                 attempt = await self._join(executor, key, subject, deadline)
                 reply = await self._put(executor, key, encoded, attempt, subject, deadline)
@@ -244,30 +240,19 @@ class RedisTokenSink(Writer[SinkSettings]):
         return True
 
     async def _encode(
-        self,
-        executor: Executor,
-        taken: taking.TakenEntry,
-        parts: PartSender | None,
-        subject: Subject,
-        deadline: float,
+        self, executor: Executor, taken: taking.TakenEntry, subject: Subject, deadline: float
     ) -> codec.EncodedRecord:
-        """Encode it, on a thread if it is large; then the parts that are done are sent meanwhile."""
+        """Encode it, on a thread if it is large."""
         is_large = taken.is_large
         encode = partial(
             codec.encode_taken,
             taken.copied() if is_large else taken,
             max_record_bytes=self._settings.max_record_bytes,
             earlier=self._blocks.sequences(subject.rollout_id),
-            on_part=None if parts is None else parts.begin_soon,
         )
         if not is_large:
             return encode()
-        try:
-            return await executor.offload(encode, subject, deadline=deadline, sent=parts is not None)
-        except BaseException:
-            if parts is not None:
-                await parts.leave()
-            raise
+        return await executor.offload(encode, subject, deadline=deadline, sent=False)
 
     async def _join(self, executor: Executor, key: bytes, subject: Subject, deadline: float) -> str:
         """The attempt that there is now, for a record that nobody announced here."""
@@ -284,22 +269,17 @@ class RedisTokenSink(Writer[SinkSettings]):
         incarnation: str,
         subject: Subject,
         deadline: float,
-        parts: PartSender | None = None,
     ) -> scripts.Reply:
-        """Send the record with the blocks that are not known to be stored; with all, if that was wrong.
-
-        ``parts`` may be on their way to this attempt.
-        """
+        """Send the record with the blocks that are not known to be stored; with all, if that was wrong."""
         rollout_id, sequence = encoded.rollout_id, encoded.sequence
         staged = False
         while True:
-            if encoded.parts:
-                parts = parts or self._part_sender(executor, key, incarnation, subject, deadline)
-                parts.begin(encoded.parts)
-                refusal = await parts.end()
+            unknown_parts = self._blocks.unknown(rollout_id, incarnation, encoded.parts)
+            if unknown_parts:
+                refusal = await self._stage(executor, key, unknown_parts, incarnation, subject, deadline)
                 if refusal is not None:
                     return refusal
-                staged = parts.has_begun
+                staged = True
             first_block = self._blocks.first_unknown(rollout_id, incarnation, sequence)
             call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
             # What the cache will keep of the sequence is a copy, which is best made while the server works.
@@ -310,13 +290,27 @@ class RedisTokenSink(Writer[SinkSettings]):
                 return reply
             self._blocks.forget(rollout_id)
 
-    def _part_sender(
-        self, executor: Executor, key: bytes, incarnation: str, subject: Subject, deadline: float
-    ) -> PartSender:
-        def run(call: scripts.Call) -> Coroutine[Any, Any, scripts.Reply]:
-            return executor.run(call, subject, deadline=deadline)
-
-        return PartSender(run, self._blocks, key, subject.rollout_id, incarnation)
+    async def _stage(
+        self,
+        executor: Executor,
+        key: bytes,
+        parts: Sequence[tuple[bytes, bytes]],
+        incarnation: str,
+        subject: Subject,
+        deadline: float,
+    ) -> scripts.Reply | None:
+        """Send parts of a record ahead of it. Returns a refusal, if there is one."""
+        calls = [scripts.stage(key, name, part, incarnation=incarnation) for name, part in parts]
+        replies = await asyncio.gather(
+            *(executor.run(call, subject, deadline=deadline) for call in calls), return_exceptions=True
+        )
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+            if reply.code not in ("OK", "SAME"):
+                return reply
+        self._blocks.learn(subject.rollout_id, incarnation, [name for name, _ in parts])
+        return None
 
     def _address(
         self, rollout_id: str, model_call_id: str, *, allow_empty: bool = False

@@ -70,11 +70,11 @@ class SnapshotAssembly:
                 self._add_content(field, value, call_row)
 
     def add_part(self, name: bytes, content: Part | None) -> None:
-        """Take a part that was checked (``parts.is_named``); None for one that is gone or damaged."""
-        if content is None:
+        """Take and check a part; None for one that is gone."""
+        try:
+            self._parts.add(name, content or b"")
+        except ValueError:
             self._unusable_parts += 1
-        else:
-            self._parts.add_checked(name, content)
 
     def finish(self) -> TokenCaptureSnapshot:
         """Build the entries, compare everything with the rollout's own counts, and close.
