@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
 from pydantic import ValidationError
+from xxhash import xxh3_128_digest
 
 from gym_capture_redis.blocks import NAME_BYTES, BlockTree, TokenSequence, cut
 from gym_capture_redis.errors import (
@@ -38,7 +39,6 @@ from gym_capture_redis.taking import EMPTY_ARRAYS, TakenEntry, name_of, reason_o
 
 RECORD_FORMAT = 1
 DIGEST_BYTES = 32
-CHECK_BYTES = 16
 _HEAD_PAIRS = 5
 """Of a record: those before the log probabilities."""
 
@@ -290,8 +290,7 @@ def _put_together(experts: list[Any] | None, parts: PartStore) -> list[Any] | No
 def sealed(rollout_id: str, model_call_id: str, digest: bytes, record: bytes) -> bytes:
     """The digest of a content, and the check of the bytes that are stored of it."""
     name: bytes = msgpack.packb((rollout_id, model_call_id))
-    check = hashlib.blake2b(b"".join((name, digest, record)), digest_size=CHECK_BYTES).digest()
-    return digest + check
+    return digest + xxh3_128_digest(b"".join((name, digest, record)))
 
 
 def encode_refusal(rollout_id: str, model_call_id: str, code: str, details: dict[str, Any]) -> bytes:

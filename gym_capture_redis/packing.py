@@ -43,6 +43,7 @@ _FEW = 256
 """So few numbers are worked on sooner one by one than it takes to call numpy, between two other things."""
 _FLOAT_ARRAYS = ("<f2", "<f4", "<f8", ">f2", ">f4", ">f8")
 _REALS = (float, int, np.float16, np.float32, np.integer)
+_FLOAT_ONLY: set[type] = {float}
 _NO_FLOATS = "the record is invalid: generation_log_probs must be a list or one-dimensional array of floats"
 
 
@@ -236,9 +237,7 @@ def pack_log_probs(values: Any) -> Packed:
         wide = values.astype("<f8")
     else:
         # array would also take what merely converts to a float, and change it silently.
-        if not isinstance(values, list | tuple) or not all(
-            issubclass(kind, _REALS) for kind in set(map(type, values))
-        ):
+        if not isinstance(values, list | tuple) or not _are_real(set(map(type, values))):
             raise InvalidRecordError(_NO_FLOATS)
         if len(values) <= _FEW and (narrow_bytes := _exact_float32(values)) is not None:
             return Packed("f4", narrow_bytes)
@@ -254,6 +253,10 @@ def pack_log_probs(values: Any) -> Packed:
         raise InvalidRecordError("the record is invalid: generation_log_probs holds NaN or an infinity")
     raw = wide.tobytes()
     return Packed("f4", narrow.tobytes()) if narrow.astype("<f8").tobytes() == raw else Packed("f8", raw)
+
+
+def _are_real(kinds: set[type]) -> bool:
+    return kinds == _FLOAT_ONLY or all(issubclass(kind, _REALS) for kind in kinds)
 
 
 def _exact_float32(values: Sequence[Any]) -> bytes | None:

@@ -22,6 +22,7 @@ _MOST_CONTAINERS = 200
 
 _LONGEST_BITS = 63
 _NOT_OMITTED = object()
+_NO_RULE = (None, None)
 _TEXT, _MAPPING = frozenset((str,)), frozenset((dict,))
 
 
@@ -42,6 +43,8 @@ _KINDS = {
 }
 """The types in which a field is read back as it is."""
 
+_RULES = {name: (OMITTED_VALUES.get(name, _NOT_OMITTED), kinds) for name, kinds in _KINDS.items()}
+
 
 def plain_fields(entry: BaseModel) -> dict[str, Any] | None:
     """The small fields as they are, if dumping them would give the same and reading them back too, else None.
@@ -50,21 +53,19 @@ def plain_fields(entry: BaseModel) -> dict[str, Any] | None:
     """
     values, entry_type = entry.__dict__, type(entry)
     is_built = entry_type.__pydantic_complete__  # before, nothing is known for good
-    if getattr(entry, "__pydantic_extra__", None) or not (is_built and _dumps_as_it_is(entry_type)):
+    if getattr(entry, "__pydantic_extra__", None) or not is_built:
         return None
-    if values.keys() != entry_type.model_fields.keys():
+    if values.keys() != _fields_dumped_as_they_are(entry_type):
         return None
-    fields = {
-        name: value
-        for name, value in values.items()
-        if value is not OMITTED_VALUES.get(name, _NOT_OMITTED) and name not in PACKED_FIELDS
-    }
-    status = fields.get("parent_resolution")
-    if isinstance(status, StrEnum):
-        fields["parent_resolution"] = status.value
-    for name, value in fields.items():
-        if type(value) not in _KINDS[name]:
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        omitted, kinds = _RULES.get(name, _NO_RULE)
+        if kinds is None or value is omitted:
+            continue
+        plain = value.value if name == "parent_resolution" and isinstance(value, StrEnum) else value
+        if type(plain) not in kinds:
             return None
+        fields[name] = plain
     if not _MAPPING.issuperset(map(type, fields.get("output_items", ()))):
         return None
     try:
@@ -114,17 +115,20 @@ def _is_utf8(text: str) -> bool:
 
 
 @cache
-def _dumps_as_it_is(entry_type: type[BaseModel]) -> bool:
-    """Whether the class, which is built, declares our fields and no others, and dumps them as they are."""
+def _fields_dumped_as_they_are(entry_type: type[BaseModel]) -> frozenset[str]:
+    """All fields of a class that is built, if it declares ours and no others and dumps them as they are."""
+    names = frozenset(entry_type.model_fields)
     if entry_type is TokenEntry:  # whose only serialiser is about other types
-        return True
+        return names
     declared = {
         name: _plain_kinds(field.annotation)
         for name, field in entry_type.model_fields.items()
         if name not in PACKED_FIELDS
     }
     dumps_as_usual = entry_type.model_dump is BaseModel.model_dump
-    return declared == _KINDS and dumps_as_usual and not _serialises(entry_type.__pydantic_core_schema__)
+    if declared == _KINDS and dumps_as_usual and not _serialises(entry_type.__pydantic_core_schema__):
+        return names
+    return frozenset()
 
 
 def _serialises(schema: Any) -> bool:

@@ -256,7 +256,10 @@ def _pieces(words: Sequence[Argument]) -> list[bytes]:
     pieces = [b"*%d\r\n" % len(words)]
     for word in words:
         raw = word if isinstance(word, bytes) else str(word).encode()
-        pieces += (b"$%d\r\n" % len(raw), raw, b"\r\n")
+        if len(raw) < _LONG_WORD_BYTES:
+            pieces.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
+        else:
+            pieces += (b"$%d\r\n" % len(raw), raw, b"\r\n")
     return pieces
 
 

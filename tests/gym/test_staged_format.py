@@ -76,7 +76,7 @@ def seal_by_the_page(stored: bytes) -> bytes:
     name = msgpack.packb(["r", "c"])
     without_extras = msgpack.packb({key: value for key, value in record.items() if key != "x"})
     digest = hashlib.blake2b(name + without_extras, digest_size=32).digest()
-    return digest + hashlib.blake2b(name + digest + stored, digest_size=16).digest()
+    return digest + xxhash.xxh3_128_digest(name + digest + stored)
 
 
 def test_record_extras_and_attachments_are_as_the_page_says(place: Place, namespace: str) -> None:
