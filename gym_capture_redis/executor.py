@@ -69,10 +69,13 @@ class Executor:
         deadline: float,
         urgent: bool = False,
         sent: bool = False,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Reply:
         """Run one step, sending it again until it is answered or ``deadline`` has passed.
 
         ``sent``: another step that may have changed something has been sent for the same caller before.
+        ``meanwhile``: what can be done while the server works; left out where the step could not be sent at
+        once.
 
         Raises:
             BackendUnavailableError: no answer in time; says whether the step may have been applied.
@@ -90,6 +93,8 @@ class Executor:
                     call, urgent=urgent, by_source=by_source, asking=node is redirected, deadline=deadline
                 )
                 jobs.append(job)
+                if job.sent and meanwhile is not None:
+                    meanwhile()
                 answer = await _until(deadline, job.reply)
             except TimeoutError as error:
                 sent = sent or any(job.sent for job in jobs)

@@ -282,7 +282,10 @@ class RedisTokenSink(Writer[SinkSettings]):
                 staged = True
             first_block = self._blocks.first_unknown(rollout_id, incarnation, sequence)
             call = scripts.put(key, encoded, incarnation=incarnation, first_block=first_block)
-            reply = await executor.run(call, subject, deadline=deadline, sent=staged)
+            # What the cache will keep of the sequence is a copy, which is best made while the server works.
+            reply = await executor.run(
+                call, subject, deadline=deadline, sent=staged, meanwhile=lambda: sequence.without_tail
+            )
             if reply.code != "MISSING":
                 return reply
             self._blocks.forget(rollout_id)
