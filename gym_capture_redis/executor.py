@@ -95,7 +95,12 @@ class Executor:
                 jobs.append(job)
                 if job.sent and meanwhile is not None:
                     meanwhile()
-                answer = await _until(deadline, job.reply)
+                # Half the work of asyncio.timeout_at.
+                timer = asyncio.get_running_loop().call_at(deadline, _expire, job.reply)
+                try:
+                    answer = await job.reply
+                finally:
+                    timer.cancel()
             except TimeoutError as error:
                 sent = sent or any(job.sent for job in jobs)
                 raise self._failures.no_answer(subject, backoff.last, error, sent=sent) from None
@@ -193,6 +198,10 @@ class Executor:
             raise ClusterDownError("no node serves the slot")
         return node
 
+    def room_now(self, nbytes: int) -> Hold | None:
+        """Hold ``nbytes`` of ``max_inflight_bytes``, if there is room and nobody waits for it."""
+        return self._budget.try_hold(nbytes)
+
     async def room(self, nbytes: int, subject: Subject, *, deadline: float) -> Hold:
         """Hold ``nbytes`` of ``max_inflight_bytes``, waiting for them if need be.
 
@@ -200,9 +209,6 @@ class Executor:
             BackendUnavailableError: there was no room in time; nothing was sent.
 
         """
-        held = self._budget.try_hold(nbytes)
-        if held is not None:
-            return held
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._budget.hold(nbytes)
@@ -267,15 +273,6 @@ def watch_s(settle_s: float) -> float:
     What that one's successor lacks must be back before it is ``settle_s`` old, when rollouts are frozen.
     """
     return min(_WATCH_S, max(_SHORTEST_WATCH_S, settle_s / 2))
-
-
-async def _until(deadline: float, reply: asyncio.Future[Reply]) -> Reply:
-    """The reply, or a TimeoutError at ``deadline``; half the work of ``asyncio.timeout_at``."""
-    timer = reply.get_loop().call_at(deadline, _expire, reply)
-    try:
-        return await reply
-    finally:
-        timer.cancel()
 
 
 def _not_cancelled(answer: Reply | BaseException) -> Reply | Exception:

@@ -96,11 +96,17 @@ class RedisTokenSink(Writer[SinkSettings]):
         key, subject = self._address(rollout_id, model_call_id)
         # Of now: while the put waits, the same call may be announced again, to the next attempt.
         announced = self._announcement(subject)
-        with await executor.room(taken.nbytes, subject, deadline=deadline) as held:
+        nbytes = taken.nbytes
+        held = executor.room_now(nbytes) or await executor.room(nbytes, subject, deadline=deadline)
+        with held:
             if held.waited:
                 taken = _taken_again(entry, subject)
             attempt = announced.incarnation if announced else self._attempts.joined(rollout_id)
-            encoded = await self._encode(executor, taken, subject, deadline)
+            if taken.is_large:
+                encode = partial(self._encode, taken.copied())
+                encoded = await executor.offload(encode, subject, deadline=deadline, sent=False)
+            else:
+                encoded = self._encode(taken)
             held.grow(len(encoded.record))
             reply = None
             if attempt:
@@ -239,20 +245,12 @@ class RedisTokenSink(Writer[SinkSettings]):
         )
         return True
 
-    async def _encode(
-        self, executor: Executor, taken: taking.TakenEntry, subject: Subject, deadline: float
-    ) -> codec.EncodedRecord:
-        """Encode it, on a thread if it is large."""
-        is_large = taken.is_large
-        encode = partial(
-            codec.encode_taken,
-            taken.copied() if is_large else taken,
+    def _encode(self, taken: taking.TakenEntry) -> codec.EncodedRecord:
+        return codec.encode_taken(
+            taken,
             max_record_bytes=self._settings.max_record_bytes,
-            earlier=self._blocks.sequences(subject.rollout_id),
+            earlier=self._blocks.sequences(taken.rollout_id),
         )
-        if not is_large:
-            return encode()
-        return await executor.offload(encode, subject, deadline=deadline, sent=False)
 
     async def _join(self, executor: Executor, key: bytes, subject: Subject, deadline: float) -> str:
         """The attempt that there is now, for a record that nobody announced here."""
