@@ -32,7 +32,7 @@ from gym_capture_redis.scripts import Argument, Call, Dialect, Reply, Step
 from gym_capture_redis.settings import ConnectionSettings
 from gym_capture_redis.wire import Pipeline
 
-MIN_SHARE_CALLS = 12
+MIN_SHARE_CALLS = 8
 
 _CONFIRM_S = 1.0
 """How long steps that are put back wait for their copies."""
