@@ -86,7 +86,7 @@ class ServerSettings(BaseModel):
     tls: TlsSettings | None = None
     timeout_s: Seconds = 30.0
     """Deadline of every call, retries included."""
-    connections: int = Field(default=2, ge=1, le=64)
+    connections: int = Field(default=3, ge=1, le=64)
     """Connections for each event loop and process; of those that block, how many stay open while idle."""
     durability: Durability = "aof"
     """``memory``: lost with the server's memory. ``aof``: survives the server process.
