@@ -113,13 +113,19 @@ class BlockCache:
     def unknown(
         self, rollout_id: str, incarnation: str, parts: Sequence[tuple[bytes, bytes]]
     ) -> Sequence[tuple[bytes, bytes]]:
-        """Those of the parts, given as name and content, that are not known to be stored in this attempt."""
+        """Those of the parts, given as name and content, that are not known to be stored in this attempt.
+
+        Each once, however often a value repeats it.
+        """
+        if not parts:
+            return parts
+        distinct = list(dict(parts).items())
         contents = self._contents()
         with contents.lock:
             rollout = contents.rollouts.get(rollout_id)
-            if not parts or rollout is None or rollout.incarnation != incarnation:
-                return parts
-            return [part for part in parts if part[0] not in rollout.stored]
+            if rollout is None or rollout.incarnation != incarnation:
+                return distinct
+            return [part for part in distinct if part[0] not in rollout.stored]
 
     def learn(self, rollout_id: str, incarnation: str, names: Iterable[bytes]) -> None:
         """These blocks, and with them all before them, are stored."""

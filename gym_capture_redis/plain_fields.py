@@ -115,7 +115,7 @@ def _is_utf8(text: str) -> bool:
 
 
 @cache
-def _fields_dumped_as_they_are(entry_type: type[BaseModel]) -> frozenset[str]:
+def _fields_dumped_as_they_are(entry_type: type[BaseModel]) -> frozenset[str] | None:
     """All fields of a class that is built, if it declares ours and no others and dumps them as they are."""
     names = frozenset(entry_type.model_fields)
     if entry_type is TokenEntry:  # whose only serialiser is about other types
@@ -128,7 +128,7 @@ def _fields_dumped_as_they_are(entry_type: type[BaseModel]) -> frozenset[str]:
     dumps_as_usual = entry_type.model_dump is BaseModel.model_dump
     if declared == _KINDS and dumps_as_usual and not _serialises(entry_type.__pydantic_core_schema__):
         return names
-    return frozenset()
+    return None  # no set of fields: an entry may hold none
 
 
 def _serialises(schema: Any) -> bool:

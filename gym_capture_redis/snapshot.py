@@ -71,8 +71,11 @@ class SnapshotAssembly:
 
     def add_part(self, name: bytes, content: Part | None) -> None:
         """Take and check a part; None for one that is gone."""
+        if content is None:
+            self._unusable_parts += 1
+            return
         try:
-            self._parts.add(name, content or b"")
+            self._parts.add(name, content)
         except ValueError:
             self._unusable_parts += 1
 

@@ -239,7 +239,7 @@ def _reason_of(error: Exception) -> str:
 def _parts(
     value: Mapping[str, Any] | None, pack: Callable[[Mapping[str, Any]], bytes]
 ) -> list[tuple[bytes, bytes]] | None:
-    return None if value is None else list(named(cut(pack(value))))
+    return None if value is None else named(cut(pack(value)))
 
 
 def _names(parts: list[tuple[bytes, bytes]] | None) -> list[bytes] | None:

@@ -348,7 +348,8 @@ class RedisStagingSource(_Staging[StagingSourceSettings]):
         parts = PartStore()
         try:
             for name, value in zip(distinct_names, values, strict=True):
-                parts.add(name, value or b"")
+                if value is not None:
+                    parts.add(name, value)
             return unpack(b"".join(parts.of(names)))
         except (ValueError, TypeError, LookupError):
             if None in values:

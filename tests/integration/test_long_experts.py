@@ -205,9 +205,21 @@ def random_bytes(count: int, seed: int = 1) -> bytes:
     return np.random.default_rng(seed).bytes(count)
 
 
-async def test_experts_of_which_all_parts_are_equal_are_stored_as_one(backend: Backend) -> None:
+async def test_experts_of_which_all_parts_are_equal_are_sent_and_stored_as_one(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[int] = []
+    run = Executor.run
+
+    async def note(executor: Executor, call: Call, subject: Subject, **options: Any) -> Reply:
+        if call.step is Step.STAGE:
+            staged.append(call.nbytes)
+        return await run(executor, call, subject, **options)
+
+    monkeypatch.setattr(Executor, "run", note)
     entry = call_of("c", np.zeros((5 * MIB // 8, 8), "u1"))
     await (await backend.sink()).put(entry)
+    assert len(staged) == 1
     assert list(map(len, backend.parts().values())) == [MIB]
     await backend.holds(entry)
 

@@ -194,6 +194,15 @@ def test_a_field_that_is_missing_is_refused_as_pydantic_does() -> None:
         assert not is_plain(entry)
 
 
+@pytest.mark.parametrize("entry_class", [create_model("Nothing"), type("Sub", (TokenEntry,), {})])
+def test_what_holds_no_fields_at_all_is_refused_as_no_entry(entry_class: Any) -> None:
+    entry = entry_class.model_construct()
+    entry.__dict__.clear()
+    assert plain_fields(entry) is None
+    with pytest.raises(InvalidRecordError, match="lacks prompt_token_ids"):
+        taking.take(entry)
+
+
 def test_what_lies_beside_the_fields_is_left_to_pydantic() -> None:
     entry = sample_entry()
     entry.__dict__["beside"] = "value"

@@ -10,7 +10,10 @@ from pathlib import Path
 import gym_capture_redis
 from gym_capture_redis.cli.bench.servers import Server
 
-DISTRIBUTIONS = ("redis", "hiredis", "pybase64", "pydantic", "numpy", "nemo-gym", "ray", "TransferQueue")
+DISTRIBUTIONS = (
+    *("redis", "hiredis", "pydantic", "msgpack", "numpy", "xxhash", "pybase64"),
+    *("nemo-gym", "ray", "TransferQueue"),
+)
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 
 
