@@ -115,7 +115,7 @@ class Lanes:
         self._count = count
         self._name = name
         self._jobs: deque[Job] = deque()
-        self._idle: list[_Lane] = []  # the one that was used last at the end: the others may stay unopened
+        self._idle: deque[_Lane] = deque()
         self._sending = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._renewals = 0
@@ -215,7 +215,7 @@ class Lanes:
         """
         if self._jobs or self._sending or not self._idle or job.call.step.needs_settled_server:
             return False
-        lane = self._idle[-1]
+        lane = self._idle[0]
         link = lane.link
         waiting = lane.arrival is not None and not lane.arrival.done()
         if not waiting or link is None or lane.renewals != self._renewals or not link.is_ready:
@@ -229,7 +229,7 @@ class Lanes:
 
     def _wake_one(self) -> None:
         while self._idle:
-            arrival = self._idle.pop().arrival
+            arrival = self._idle.popleft().arrival
             if arrival is not None and not arrival.done():  # else its lane was cancelled
                 arrival.set_result(None)
                 return

@@ -77,7 +77,8 @@ def test_a_put_outlasts_cut_connections_and_ends_where_the_server_stays_away(
             await sink.put(sample_entry("rollout", "before"))
             await asyncio.to_thread(server.cut_connections)
             await sink.put(sample_entry("rollout", "after"))
-        async with RedisTokenSink(url, namespace=namespace, timeout_s=1) as sink:
+        # One connection: what is sent over another one must connect first.
+        async with RedisTokenSink(url, namespace=namespace, timeout_s=1, connections=1) as sink:
             await sink.begin_call("rollout", "never")
             server.pause()
             with pytest.raises(BackendUnavailableError, match="may or may not have been applied"):
