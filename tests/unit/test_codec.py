@@ -754,6 +754,7 @@ def test_no_truncated_or_lengthened_seal_fits(size: int) -> None:
 
 def test_no_flipped_bit_of_the_seal_fits() -> None:
     encoded = encode(sample_entry())
+    assert len(encoded.seal) == codec.DIGEST_BYTES + 16
     for bit in range(8 * len(encoded.seal)):
         flipped = bytearray(encoded.seal)
         flipped[bit // 8] ^= 1 << bit % 8

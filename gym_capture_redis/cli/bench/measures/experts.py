@@ -34,7 +34,7 @@ async def measure(bench: Bench) -> Section:
     lacks = file_store.missing()
     if not lacks:
         peers.append(FileStore(bench.directory))
-    # One call is soon done, and pages that are new to a process or the page cache take as long as the call.
+    # One call is soon done, and pages that are new to a process or the page cache take as long: more rounds.
     # Nested lists are millions of objects and slow for everyone: one round tells enough.
     forms = [
         (STRING, _in_string_form(tokens), ROUNDS_FACTOR * bench.options.rounds),
