@@ -42,9 +42,9 @@ async def measure(bench: Bench) -> Section:
     rollouts = _some(bench.workload.rollouts)
     seconds: dict[str, list[list[float]]] = {}
     async with line_up(bench) as lineup:
-        compared = [peer for peer in lineup.peers if peer.name in (OURS, bare_redis.NAME)]
-        others = [peer for peer in lineup.peers if peer not in compared]
-        groups = [compared, *([peer] for peer in [*others, compared[-1]])]
+        others = {peer.name: peer for peer in lineup.peers}
+        ours, bare = others.pop(OURS), others.pop(bare_redis.NAME)
+        groups = [[ours, bare], [bare], *([peer] for peer in others.values())]
         rounds = bench.options.rounds
         with bench.progress(f"Latency, {rounds} rounds", rounds * len(groups)) as advance:
             for number in range(rounds):
